@@ -152,6 +152,11 @@ def _pickled(copy: Path) -> None:
     (copy / "pytorch_model.bin").write_bytes(b"\x80\x04.")
 
 
+def _adapter_alone(copy: Path) -> None:
+    _without("config.json")(copy)
+    _weights(copy).rename(copy / "adapter_model.safetensors")
+
+
 SCALED = "transformer.h.0.mlp.c_fc"  # the first linear layer that widens
 
 
@@ -211,6 +216,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a shard that is cut off": _cut_shard,
     "a header that is damaged": _replaced("model.safetensors", (8).to_bytes(8, "little") + b"{broken}"),
     "a GGUF file in a folder": _only_gguf,
+    "an adapter alone": _adapter_alone,
+    "an adapter beside the model": _replaced("adapter_model.safetensors", b""),
     "a weight that is not finite": _rewritten(lambda tensors: next(iter(tensors.values())).fill_(float("nan"))),
     "a missing weight": _rewritten(lambda tensors: tensors.pop("transformer.h.0.mlp.c_fc.weight", None)),
     "a weight of another shape": _rewritten(

@@ -21,10 +21,14 @@ from fragility_engines.comparison.verdict import judge, search
 from fragility_engines.logs.sequences import Scored, read
 from fragility_engines.suspects.catalogue import Facts, suspects
 from fragility_engines.suspects.stale import Checkpoint, require_other
+from fragility_lab.diagnosis import needs
+from fragility_lab.diagnosis.request import Request
 from fragility_lab.inputs import checkpoints
-from fragility_lab.inputs.offloaded import require_fitting as require_memory
+from fragility_lab.inputs.offloaded import on_meta
+from fragility_lab.inputs.offloaded import require_fitting as require_stored
 from fragility_lab.inputs.stored import weight_files
-from fragility_quantization.recipes import get_recipe
+from fragility_offload.memory import require_room
+from fragility_quantization.recipes import Recipe, get_recipe
 
 MARK = "fragility"  # stands for a text in a chat template
 LONGEST_PREAMBLE = 256  # tokens of a chat template
@@ -38,14 +42,16 @@ def compare(
 
     ``against`` is another engine's log of the same tokens, which stands in the place of the fp32 model. ``checkpoint``
     names other weights of the model, which an engine may have. Raises the errors of ``logs.read``,
-    ``checkpoints.load_model``, ``gap.measure`` and ``Checkpoint.read``, most of them before the weights are read.
+    ``checkpoints.load_model``, ``gap.measure``, ``Checkpoint.read`` and ``require_memory``, most of them before the
+    weights are read.
     """
     chosen = get_recipe(recipe)
     sequences, reference = read(log), read(against) if against else None
     require_fitting(checkpoints.load_config(model), sequences)
-    require_memory(model)
+    require_stored(model)
     if checkpoint:
         require_other(checkpoint, model)
+    require_memory(model, chosen, max(len(each.tokens) for each in sequences), beside=bool(checkpoint))
     loaded = checkpoints.load_model(model, auto_class=AutoModelForCausalLM)
     other = Checkpoint.read(checkpoint, loaded, chosen) if checkpoint else None
     directed = Directions(loaded, sequences, suspects(loaded, told(sequences, model)), other)
@@ -58,6 +64,19 @@ def compare(
         wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
     names = (shown(log), shown(model), shown(against))
     return Compared(*names, gap, found, further, verdict, len(directed.tried), wider, shown(checkpoint))
+
+
+def require_memory(model: str, recipe: Recipe, length: int, beside: bool) -> None:
+    """Raises ValueError if a sequence of ``length`` tokens, and another checkpoint if ``beside``, exceed the memory.
+
+    What a pass keeps is down to half of its estimate (``needs.kept_by_blocks``).
+    """
+    if not recipe.rounds:  # ``Adjoint`` refuses it
+        return
+    made, asked = on_meta(model), Request(model=model, format=recipe.name, length=max(2, length), target="logprob")
+    takes = needs.whole(asked, made) - sum(needs.activations(asked, made)) // 2 + 4 * beside * made.num_parameters()
+    what = f"a comparison of {length} tokens of {shown(model)}"
+    require_room(what, takes, checkpoints.default_device(), "a smaller model, shorter sequences")
 
 
 def explained(

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fragility_engines.suspects.suspect import Suspect, logits
-from fragility_lab.diagnosis.needs import free_memory
+from fragility_offload.memory import free_memory
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
@@ -23,8 +23,6 @@ RUN = {
     "w8a8-int8": WEIGHTS, "w8a16-channel": WEIGHTS, "w4a16-g128": WEIGHTS, "mxfp4-w": WEIGHTS,
     "ggml-q8_0": WEIGHTS, "ggml-q4_0": WEIGHTS,
 }  # fmt: skip
-
-
 COPY = 4 * 1.5  # bytes for each weight of a model that is quantized beside it
 
 

@@ -1,11 +1,8 @@
 """The needs of a diagnosis: the form that fits into memory, the time, the memory, and the reading from the disk."""
 
-import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ from fragility_lab.reporting.tables import duration, quantity
 from fragility_lab.running.threads import on_free_cores
 from fragility_numerics.internals import attention_of
 from fragility_numerics.presence import loaded as read
+from fragility_offload.memory import free_memory
 from fragility_offload.offloaded import is_offloaded, parts
 from fragility_quantization.recipes import get_recipe
 
@@ -251,40 +249,3 @@ def kept_by_blocks(model: PreTrainedModel, rounds_operands: bool = False) -> int
     running: float = sum(p.numel() * min(1, chosen / len(p)) if routed and p.ndim == 3 else p.numel() for p in matrices)
     of_matrices = (11 if rounds_operands else 8) * running / config.hidden_size
     return int(of_matrices + (160 if routed else 100) * config.hidden_size * config.num_hidden_layers)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on ``device``, within the limits of this process; None if the system does not say."""
-    if device.type == "cuda":  # torch keeps memory that it freed
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    table = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.is_file() else None
-    known = [int(found[1]) * 1024] if found else []
-    return min(known + within_limits(), default=None)
-
-
-def within_limits() -> list[int]:
-    """Bytes that this process may still take by its limit of data (``ulimit -d``) and by that of its control group."""
-    status = Path("/proc/self/status")
-    if sys.platform != "linux" or not status.is_file():
-        return []
-    import resource  # there is none on Windows
-
-    def used(name: str) -> int:
-        found = re.search(rf"{name}:\s+(\d+) kB", status.read_text())
-        return int(found[1]) * 1024 if found else 0
-
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    left = [] if limit == resource.RLIM_INFINITY else [limit - used("VmData")]
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        number, controllers, group = line.split(":", 2)
-        if number == "0":
-            file = Path("/sys/fs/cgroup", group.lstrip("/"), "memory.max")
-        elif "memory" in controllers.split(","):
-            file = Path("/sys/fs/cgroup/memory", group.lstrip("/"), "memory.limit_in_bytes")
-        else:
-            continue
-        if file.is_file() and (text := file.read_text().strip()).isdecimal() and int(text) < 2**60:
-            left.append(int(text) - used("RssAnon"))
-    return [max(0, amount) for amount in left]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fragility_lab.inputs.gguf_folder import converted
 from fragility_lab.inputs.names import EMBEDDED as EMBEDDED  # beside the functions that load it
 from fragility_lab.inputs.names import HubError, Wanted, local, not_found
 from fragility_lab.inputs.stored import require_described, require_described_weights, require_numbers, stored_as
+from fragility_offload.memory import require_room
 
 SPREAD = "auto"  # the ``device_map`` of transformers that gives all GPUs about equal parts of a model
 
@@ -84,12 +86,12 @@ def load_model(
     ``config`` is the model's own unless given.
     ``device`` is the default one unless given; SPREAD puts parts on all GPUs, as does a ``device_map`` of transformers.
     Raises OSError, which says how to go on, if the model is not found, or if its weights are not those that its
-    configuration describes. Raises ValueError for weights that are not finite, and if torch may multiply fp32 matrices
-    in TF32 or bf16.
+    configuration describes. Raises ValueError for weights that do not fit into memory or are not finite, and if torch
+    may multiply fp32 matrices in TF32 or bf16.
     """
     require_exact_products()
     folder, spread = located(name, weights=True), device == SPREAD or isinstance(device, dict)
-    require_numbers(Path(folder), name)
+    require_room(f"the model {name!r}", 4 * sum(prod(x.shape) for x in require_numbers(Path(folder), name).values()))
     with Wanted("model", name), quiet_loading():
         model, info = auto_class.from_pretrained(
             folder, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,

@@ -33,6 +33,8 @@ DEQUANTIZED = {
     "mxfp4": AS_NUMBERS.format("Mxfp4Config"),
     "bitsandbytes": "from_pretrained(...).dequantize() and save_pretrained",
 }
+ADAPTER = "adapter_model.*"  # of the library peft
+MERGED = "merge it into its model first (peft: PeftModel.from_pretrained(...).merge_and_unload() and save_pretrained)"
 BLOCKS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 POSITIVE = (*BLOCKS, "hidden_size", "n_embd", "d_model", "num_attention_heads", "n_head", "vocab_size")
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "n_inner", "d_ff", "ffn_dim")
@@ -75,7 +77,12 @@ def require_described(folder: Path, name: str) -> dict[str, Any]:
     with Wanted("model", name, OSError, ValueError, RecursionError):
         if not file.is_file():
             named = [f", but {path.name}: name that file itself" for path in sorted(folder.glob("*.gguf"))]
+            named += [f", but {path.name}: {MERGED}" for path in sorted(folder.glob(ADAPTER))]
             raise FileNotFoundError(f"there is no config.json{(named or [''])[0]}")
+        if adapters := sorted(folder.glob(ADAPTER)):
+            raise ValueError(
+                f"nothing reads the adapter {adapters[0].name} beside the model: {MERGED}, or take it away"
+            )
         settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError(f"config.json must hold entries, got a {type(settings).__name__}")

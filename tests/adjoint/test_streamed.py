@@ -43,6 +43,7 @@ from fragility_numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_numerics.presence import entries, loaded, source_of
 from fragility_offload.files import Checkpoint, open_offloaded
 from fragility_offload.lockstep import barrier, side_by_side
+from fragility_offload.memory import within_limits
 from fragility_offload.offloaded import is_offloaded, load_when_running, offloaded_parameter, parts
 from fragility_quantization.quantized import lower
 
@@ -441,7 +442,7 @@ def test_a_limit_of_the_process_is_less_memory():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         resource.setrlimit(resource.RLIMIT_DATA, (2**36, before[1]))
-        (left, *_) = needs.within_limits()
+        (left, *_) = within_limits()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
     assert 2**35 < left < 2**36

@@ -12,10 +12,13 @@ from torch import nn
 from transformers import LlamaConfig
 
 from fragility_engines.__main__ import main
+from fragility_engines.comparison import compare
 from fragility_engines.proving.ground import Ground
 from fragility_engines.proving.variations import Variation, native
 from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.suspect import logprobs
+from fragility_lab.inputs import checkpoints
+from fragility_offload import memory
 from fragility_quantization.recipes import get_recipe
 
 NAME = "step-7"
@@ -143,6 +146,38 @@ def test_a_command_names_the_checkpoint(tmp_path, outputs, capsys):
     main(["--log", path, "--model", place, "--checkpoint", earlier])
     printed = capsys.readouterr().out
     assert f"The checkpoint {NAME} explains" in printed and "CHECKPOINT=" not in printed
+
+
+def test_of_two_engines_that_one_is_named_which_has_the_checkpoint(tmp_path, outputs, capsys):
+    """A trainer, and an engine that still has its first weights."""
+    model = random_model(LlamaConfig(**SIZES, num_hidden_layers=2))
+    other = trained(model, 0.1)
+    runs = {name: copy.deepcopy(run).bfloat16() for name, run in (("engine", other), ("trainer", model))}
+    engine = log(tmp_path / "engine.jsonl", WINDOWS, lambda w: logprobs(runs["engine"], w))
+    trainer = log(tmp_path / "trainer.jsonl", WINDOWS, lambda w: logprobs(runs["trainer"], w))
+    place, earlier = saved(tmp_path / "now", model), saved(tmp_path / NAME, other)
+    for logs, owner in (((engine, trainer), "LOG (engine.jsonl)"), ((trainer, engine), "AGAINST (engine.jsonl)")):
+        main(["--log", logs[0], "--against", logs[1], "--model", place, "--checkpoint", earlier])
+        first = capsys.readouterr().out.splitlines()[0]
+        assert f"The checkpoint {NAME}" in first and owner in first, first
+
+
+def test_a_comparison_that_memory_cannot_hold_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    """Another checkpoint is held beside the model, in fp32."""
+    model = random_model(LlamaConfig(**SIZES, num_hidden_layers=2))
+    now, earlier = saved(tmp_path / "now", model), saved(tmp_path / NAME, trained(model, 0.1))
+    path = log(tmp_path / "log.jsonl", WINDOWS, lambda w: logprobs(model, w))
+    monkeypatch.setattr(checkpoints, "load_model", None)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    taken = []
+    for given in ([], ["--checkpoint", earlier]):
+        with pytest.raises(SystemExit, match=r"take a smaller model, shorter sequences or a larger machine$"):
+            main(["--log", path, "--model", now, *given])
+        monkeypatch.setattr(compare, "require_room", lambda what, takes, *given: taken.append(takes))
+        with pytest.raises(TypeError):  # the weights would be read now
+            main(["--log", path, "--model", now, *given])
+        monkeypatch.setattr(compare, "require_room", memory.require_room)
+    assert taken[1] - taken[0] == 4 * model.num_parameters() < taken[0]
 
 
 def test_a_checkpoint_that_is_none_is_refused(tmp_path):

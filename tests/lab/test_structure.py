@@ -16,7 +16,7 @@ BUDGETS = {  # lines
     "fragility_core": 3380,
     "fragility_quantization": 1621,
     "fragility_exports": 394,
-    "fragility_offload": 452,
+    "fragility_offload": 506,
     "fragility_adjoint": 4988,
     "fragility_gguf": 336,
     "fragility_lab": 12000,
