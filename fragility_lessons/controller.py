@@ -32,7 +32,7 @@ INTERVAL = 8  # m: the printed algorithm inspects the model every eighth step
 
 
 def failure(step: int) -> Picture:
-    """First panel: each block's share of the predicted error at ``step``, red where the released controller has acted.
+    """First panel: each block's share of the predicted error at ``step``, red where the release would have acted.
 
     Second: the share of it that epsilon at the cap would take away.
     """
@@ -44,14 +44,14 @@ def failure(step: int) -> Picture:
     for axes, heights in ((errors, shares), (falls, taken)):
         axes.bar(rows.layer, 100 * heights, color=["C3" if raised else "C0" for raised in epsilon > BASE])
     ticks: dict[str, Any] = {"xticks": range(0, 12, 2)}
-    finish(errors, "block", "% of the predicted error", "red: the controller has raised ε", ylim=(0, 65), **ticks)
+    finish(errors, "block", "% of the predicted error", "red: the controller would raise ε", ylim=(0, 65), **ticks)
     finish(falls, "block", "% of the block's error", "what ε = 0.01 would remove", ylim=(0, 26), **ticks)
     blocks = ", ".join(map(str, sorted(set(acted.layer)))) or "none"
     saved = np.format_float_positional(
         100 * raised(rows, epsilon).reduction.sum() / rows.risk.sum(), 1, fractional=False, trim="-"
     )
     return [errors, falls], (
-        f"step {step}, blocks with a raised ε: {blocks}. This removes {saved} % of the predicted error. ε = {CAP:g} "
+        f"step {step}, blocks where it would have raised ε: {blocks}. This would remove {saved} % of the predicted error. ε = {CAP:g} "
         f"would remove {100 * taken[0]:.2g} % of the error of block 0, and at most {100 * taken[1:].max():.1g} % "
         "of that of any other block."
     )
@@ -203,7 +203,7 @@ def with_ratio(rows: pd.DataFrame, precision: int) -> pd.DataFrame:
 
 
 def recorded(run: str, precision: int = 11) -> pd.DataFrame:
-    """The rows of one of RUNS as if its unit roundoff had been 2^-``precision``. The run itself was in fp16 (11)."""
+    """The rows of one of RUNS as if the unit roundoff had been 2^-``precision``; that of the fp16 copy is 11."""
     return with_ratio(record.load(RUNS[run]), precision)
 
 
@@ -260,7 +260,7 @@ def playground(
 CONTROLS = {
     "precision": Control.given("u = 2^-k, k (fp16: 11)", 11, range=[8, 30, 1]),
     "risk": Control.given("log10 of τ_G", 3.2, range=[0.0, 5.0, 0.1]),
-    "dominance": Control.given("log10 of τ_φ", -2.1, range=[-4.0, 0.0, 0.1]),
+    "dominance": Control.given("log10 of τ_φ", -2.3, range=[-4.0, 0.0, 0.1]),
     "target": Control.given("target ρ*", 0.5, range=[0.05, 0.95, 0.05]),
     "cooldown": Control.given("cooldown c, in inspections", 10, range=[0, 32, 1]),
     "budget": Control.given("budget B", 2, range=[0, 12, 1]),

@@ -289,7 +289,7 @@ SOLUTIONS = {
     ("residual_depth", 2): lambda: torch.linalg.cond(torch.diag(torch.tensor([1.5, 0.5])), 2),
     ("residual_depth", 4): lambda: torch.linalg.matrix_norm(torch.linalg.matrix_power(0.5 * torch.eye(2), 3), 2),
     ("residual_depth", 5): lambda: 2**10 / residual_depth.course("rotation", 1.0, 10).worst.iloc[-1],
-    ("controller", 3): lambda: theory.layernorm_ratio(0.01, 1e-5, 128, 2**-11),
+    ("controller", 3): lambda: theory.layernorm_ratio(0.01, 1e-5, 128, 2**-8),
     ("controller", 4): lambda: theory.epsilon_update(1e-5, theory.epsilon_candidate(0.8e-5, 1, 1, **HALVES)),
     ("controller", 5): lambda: 1.0 / theory.layernorm_ratio(1.0, 1e-5, 128, 2**-11),  # proportional to σ²
     ("controller", 6): lambda: 11 + math.ceil(math.log2(96_000)),
