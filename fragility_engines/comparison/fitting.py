@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from fragility_engines.comparison.gap import SURE, Gap
+from fragility_engines.comparison.gap import SURE, Gap, beyond
 from fragility_engines.comparison.slopes import Directions, Slope, slope, slopes
 from fragility_engines.suspects.numbers import Number
 from fragility_engines.suspects.suspect import Suspect
@@ -23,7 +23,8 @@ def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     over all tokens of ``gap``.
     """
     first, found = part.only([part.largest]), []
-    beyond = 1 - float((part.tokens.rounding**2).sum() / (part.tokens.change**2).sum())
+    rest = 1 - float((part.tokens.rounding**2).sum() / (part.tokens.change**2).sum())
+    rest = beyond(gap.ratio[0]) if gap.two else rest  # two engines have the same rounded weights
     in_line = {
         number: max(slope(first, suspect, directed(first, suspect)).share for suspect in number.usual)
         for number in directed.numbers
@@ -33,7 +34,7 @@ def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
             left = [unexplained(part, suspect, directed) for suspect in number.usual]
             suspect = number.at(nearest(part, number, left, directed))
             found.append(slope(part, suspect, directed(part, suspect)))
-            if found[-1].share > SURE * beyond:
+            if found[-1].share > SURE * rest:
                 break
     found.sort(key=lambda each: each.share, reverse=True)
     return [*slopes(gap, [each.suspect for each in found[:1]], directed), *found[1:]]
@@ -82,6 +83,6 @@ def unexplained(gap: Gap, suspect: Suspect, directed: Directions) -> float:
     """The share of the square of ``gap`` that stays if the engine does what ``suspect`` does."""
     along = directed(gap, suspect)
     known = np.isfinite(along)
-    beyond, along = (gap.tokens.change - gap.tokens.emulated).to_numpy()[known], along[known]
-    sign = -1.0 if gap.two and beyond @ along < 0 else 1.0  # of two engines the reference may be the one
-    return float(((beyond - sign * along) ** 2).sum() / (beyond**2).sum())
+    change, along = (gap.tokens.change - gap.tokens.emulated).to_numpy()[known], along[known]
+    sign = 1.0 if gap.of_engine else -1.0  # of two engines the reference may be the one
+    return float(((change - sign * along) ** 2).sum() / (change**2).sum())

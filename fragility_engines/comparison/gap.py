@@ -31,7 +31,8 @@ def left(ratio: float, share: float) -> float:
 
 def ratio_of(observed: pd.Series, predicted: pd.Series) -> tuple[float, float, float]:
     """The ratio of root mean squares, given squares by sequence, and its 95 % interval: see ``Gap.ratio``."""
-    logs = np.log((observed / predicted).clip(lower=NOTHING).to_numpy()) / 2
+    ratios = (observed / predicted).clip(lower=NOTHING).to_numpy()
+    logs = np.log(ratios[ratios > NOTHING] if (ratios > NOTHING).any() else ratios) / 2
     mean, count = logs.mean(), len(logs)
     half = stats.t.ppf(0.975, count - 1) * logs.std(ddof=1) / count**0.5 if count > 1 else np.nan
     return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
@@ -101,14 +102,20 @@ class Gap:
         """Observed over predicted RMS, geometric mean over sequences, and its 95 % interval (NaN for one sequence).
 
         The interval is Student's for the logarithm of the ratio: errors have heavy tails, and one sequence may have
-        most of the square.
+        most of the square. Sequences that are ``unchanged`` do not count beside others: they are no draw of rounding.
         """
         return ratio_of(self.known.observed, self.known.predicted)
 
     @property
+    def unchanged(self) -> int:
+        """The number of sequences in which no log-probability differs."""
+        return int((self.known.observed <= NOTHING * self.known.predicted).sum())
+
+    @property
     def far(self) -> list[int]:
         """The sequences whose own change is FAR beyond both their predicted and their emulated one."""
-        more = self.known.observed > FAR**2 * self.known[["predicted", "emulated"]].max(axis=1)
+        columns = ["predicted"] if self.two else ["predicted", "emulated"]  # two engines have the same rounded weights
+        more = self.known.observed > FAR**2 * self.known[columns].max(axis=1)
         return [int(number) for number in self.known.sequence[more & (self.known.tokens >= ENOUGH)]]
 
     @property
@@ -134,6 +141,12 @@ class Gap:
         """Means over positions of ``kl``, ``flip`` and both of the emulated pass; empty if the log has no tops."""
         columns = [name for name in TOPS if name in self.tokens and self.tokens[name].notna().any()]
         return {name: float(self.tokens[name].mean()) for name in columns}
+
+    @cached_property
+    def of_engine(self) -> bool:
+        """True if the engine itself is farther from the fp32 model than the reference is."""
+        own, others = (float((side.tokens.change**2).sum()) for side in self.sides)
+        return not self.two or own >= others
 
     @property
     def sides(self) -> "tuple[Gap, Gap]":

@@ -20,11 +20,13 @@ MEND = (
 def grids(gap: Gap) -> Iterator[Slope]:
     """The suspect that the numbers of the log, or of the other log, were rounded, if they were and it is noticed."""
     exact, change = gap.tokens.exact.to_numpy(), gap.tokens.change.to_numpy()
-    for size, values in ((1.0, exact + change), (-1.0, exact if gap.two else exact[:0])):
-        name, square = coarsest(values)
+    own, other = coarsest(exact + change), coarsest(exact if gap.two else exact[:0])
+    if own[0] == other[0] or not change.any():  # the grid of both is none between them
+        return
+    for size, (name, square) in ((1.0, own), (-1.0, other)):
         if square > NOTICED * gap.predicted**2:
             suspect = Suspect(f"rounding of the log to {name}", MEND, slope=True, in_log=True)
-            yield Slope(suspect, size, 0.0, square / float((change**2).mean()), len(values), gap.two)
+            yield Slope(suspect, size, 0.0, min(1.0, square / float((change**2).mean())), len(change), gap.two)
 
 
 def coarsest(values: np.ndarray) -> tuple[str, float]:

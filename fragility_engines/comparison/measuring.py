@@ -154,7 +154,10 @@ def measure(
     """
     require_fitting(model.config, sequences)
     chosen, every = get_recipe(recipe), paired(sequences, reference)
-    pairs = [*{pair.each.tokens.tobytes(): pair for pair in reversed(every)}.values()][::-1]  # the first of each text
+    first: dict[bytes, Pair] = {}
+    for pair in every:
+        first.setdefault(pair.each.tokens.tobytes(), pair)
+    pairs = [*first.values()]  # the first of each text
     probes = min(MOST, -(-ENOUGH // sum(len(pair.known) for pair in pairs))) if probes is None else probes
     yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
     rows, totals, shares, predictions = [], [], [], []

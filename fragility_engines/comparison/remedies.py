@@ -13,6 +13,7 @@ from fragility_adjoint.predictor import Prediction
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.slopes import screened
 from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.rotary import cut
 from fragility_engines.suspects.suspect import logprobs
 
 PARTS = {
@@ -89,7 +90,7 @@ def emulated(model: PreTrainedModel, sequences: Sequence[Scored], gap: Gap, plan
         return np.nan
     device, changes, before = next(model.parameters()).device, [], []
     for number, own in screened(gap).tokens.groupby("sequence"):
-        tokens = torch.from_numpy(sequences[int(number)].tokens[: int(own.position.max()) + 1]).to(device)
+        tokens = torch.from_numpy(cut(model, sequences[int(number)].tokens, int(own.position.max()) + 1)).to(device)
         with low.running():
             found = logprobs(low.model, tokens).cpu().numpy()
         changes.append(found[own.position.to_numpy() - 1] - own.fp32.to_numpy())

@@ -21,6 +21,7 @@ from fragility_core.models.paths import forward_hook
 from fragility_engines.comparison.gap import MORE, SURE, Gap, beyond, left
 from fragility_engines.comparison.slopes import Directions, Slope, slope
 from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.rotary import cut
 from fragility_engines.suspects.scales import Scale, part_of, scales
 from fragility_engines.suspects.suspect import logits
 
@@ -136,17 +137,18 @@ def scores(
     sums = torch.zeros(gap.tokens.sequence.nunique(), len(paths), weights.shape[1], dtype=torch.float64)
     at = column = 0
 
-    def record(row: int, part: Callable[[Tensor], Tensor], layer: nn.Module, args: tuple, output: Any) -> None:
+    def record(row: int, part: Callable[[Tensor], Tensor], layer: nn.Module, args: tuple, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
-            return
+            return output
         if not output.requires_grad:
-            output.requires_grad_()
+            output = output.requires_grad_() * 1  # no leaf: a model may change it in place
         own = part(output.detach())
 
         def add(gradient: Tensor) -> None:
             sums[at, row, column] += torch.dot(gradient.flatten(), own.flatten()).cpu()
 
         output.register_hook(add)
+        return output
 
     with ExitStack() as stack, torch.enable_grad():
         for parameter in model.parameters():
@@ -167,7 +169,7 @@ def scores(
 
 def differentiable(model: PreTrainedModel, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
     """Log-probabilities of the ``tokens`` (T,) of a sequence at ``positions`` (N,), with their graph."""
-    seen = torch.from_numpy(tokens[: positions.max() + 1]).to(next(model.parameters()).device)
+    seen = torch.from_numpy(cut(model, tokens, positions.max() + 1)).to(next(model.parameters()).device)
     at = torch.tensor(positions, device=seen.device)
     z = logits(model, seen)[at - 1]
     return torch.log_softmax(z, -1).gather(-1, seen[at, None])[:, 0]

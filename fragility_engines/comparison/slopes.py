@@ -20,6 +20,7 @@ from fragility_engines.comparison.gap import LESS, MORE, Gap
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import PLACE, places
 from fragility_engines.suspects.numbers import Number, numbers
+from fragility_engines.suspects.rotary import cut
 from fragility_engines.suspects.sampling import sampling
 from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.structure import around, in_one_block, runs, structure
@@ -27,6 +28,7 @@ from fragility_engines.suspects.suspect import Suspect, read, scores
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 
+FEWEST = 4  # tokens of which a slope is known
 CHUNK = 32  # tokens of a sequence whose errors may depend on each other
 CHANCE = 1e-6  # that rounding gives a slope which counts as certain: some twenty suspects are tested
 DOUBT = 1e-3  # that rounding alone keeps a setting, which the engine has, below half of its size
@@ -187,14 +189,14 @@ class Directions:
     def run(self, suspect: Suspect, lengths: pd.Series) -> None:
         """Keep log-probabilities of sequences after their first token, up to these ``lengths`` by number, or further.
 
-        Later tokens change nothing before them.
+        Later tokens change nothing before them (``cut``).
         """
         device, windows = next(self.model.parameters()).device, {}
         for number, last in lengths.items():
             if len(self.scores.get((suspect, number), ())) < last:
                 each = self.sequences[number]
                 first = int(np.flatnonzero(np.isfinite(each.logprobs[1:]))[0]) + 1
-                windows[number] = torch.from_numpy(each.tokens[: last + 1]).to(device), first
+                windows[number] = torch.from_numpy(cut(self.model, each.tokens, last + 1)).to(device), first
         for number, found in zip(windows, scores(self.model, [*windows.values()], suspect) if windows else ()):
             self.scores[suspect, number] = found.cpu().numpy()
 
@@ -207,6 +209,8 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
     """
     known, square = np.isfinite(along), float((gap.tokens.change**2).sum())
     table, along = gap.tokens[known], along[known]
+    if len(table) < FEWEST:  # a line and a slope fit any
+        return Slope(suspect, 0.0, np.inf, 0.0, 1, gap.two)
     chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
     columns = np.stack([along, table.change - table.emulated, table.change, table.emulated], 1)
     own, *changes = (columns if suspect.same_pass else beside_line(columns, table.fp32.to_numpy())).T
@@ -222,9 +226,7 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
 
 
 def beside_line(values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """What the columns of ``values`` (N, K) have beside their best lines in ``at`` (N,); all of it for two rows."""
-    if len(values) < 3:
-        return values
+    """What the columns of ``values`` (N, K) have beside their best lines in ``at`` (N,)."""
     line = np.stack([np.ones(len(at)), at], 1)
     return values - line @ np.linalg.lstsq(line, values, rcond=None)[0]
 
@@ -243,15 +245,19 @@ def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Sl
     """``found`` with its owner, the one of the two engines with these ``names`` that does what the suspect does.
 
     It is the one whose own gap from the fp32 model goes with the direction (N,) ``along``: by its full size where the
-    suspect is a setting, and more than the other's where it is a number or a place.
+    suspect is a setting, and more than the other's where it is a number or a place. The suspect of a setting that its
+    owner has the other way round explains nothing.
     """
-    if not along.any():  # the numbers of the log themselves were rounded
+    if found.suspect.in_log:  # the numbers of the log themselves were rounded
         return replace(found, owner=names[int(found.size < 0)])
     sides = [slope(side, found.suspect, along) for side in gap.sides]
     whole = [side.as_tested and side.certain for side in sides]
-    if found.suspect.slope or found.suspect.place or whole[0] == whole[1]:
+    if found.suspect.slope or found.suspect.place:
         return replace(found, owner=names[int(abs(sides[1].size) > abs(sides[0].size))])
-    return replace(found, owner=names[int(whole[1])])
+    owner = int(whole[1] if whole[0] != whole[1] else abs(sides[1].size) > abs(sides[0].size))
+    if owner != int(found.size < 0):  # that engine does the opposite, such as an adapter merged twice
+        return replace(found, share=0.0)
+    return replace(found, owner=names[owner])
 
 
 def screened(gap: Gap) -> Gap:

@@ -39,7 +39,7 @@ class Verdict:
     that would decide; it is known only for the kind "few". ``far`` are the sequences that are more than rounding by
     themselves, where others are not. ``fused`` is the ratio beside the prediction for fused attention, where rounding
     explains the gap if attention is eager alone. ``emulated`` is the ratio of an emulated pass to the prediction where
-    that fails: the other ratios are then those to the emulated pass.
+    that fails: the other ratios are then those to the emulated pass. So many sequences are ``unchanged`` beside others.
     """
 
     kind: str
@@ -50,6 +50,7 @@ class Verdict:
     far: Sequence[int] = ()
     fused: tuple[float, float, float] | None = None
     emulated: float | None = None
+    unchanged: int = 0
 
     @property
     def partial(self) -> bool:
@@ -82,6 +83,8 @@ class Verdict:
             text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""
         if self.far:
             text += f"; more than rounding by itself: sequence {', '.join(map(str, self.far))} of the log, from 0"
+        if self.unchanged:
+            text += f"; no number differs in {self.unchanged} of the sequences, which do not count"
         if self.kind == "less" and value > SAME:
             text += "; something runs in a wider format than the recipe says"
         elif self.kind == "less":
@@ -116,6 +119,7 @@ def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
     A suspect that is certain makes a gap more than rounding, however small the gap is.
     """
     verdict = judged(gap, found)
+    verdict = replace(verdict, unchanged=gap.unchanged if gap.unchanged < len(gap.known) else 0)
     return replace(verdict, emulated=gap.emulated_ratio[0]) if gap.fails else verdict
 
 
@@ -132,12 +136,13 @@ def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
     if high < LESS:
         return Verdict("less", ratio)
     if np.isnan(low):
-        return Verdict("few", ratio, needed=4)
+        return Verdict("few", ratio, needed=max(4, len(gap.known) + 1))
     if (value <= MORE and high < MORE**2) and (value >= LESS and low > LESS**2):
         return Verdict("rounding", ratio)
     limit = MORE if value > MORE or high >= MORE**2 else LESS
     distance = max(abs(value - limit), 0.05 * limit)
-    return Verdict("few", ratio, needed=int(np.ceil(len(gap.known) * ((high - low) / 2 / distance) ** 2)) + 1)
+    enough = int(np.ceil(len(gap.known) * ((high - low) / 2 / distance) ** 2))
+    return Verdict("few", ratio, needed=max(enough, len(gap.known)) + 1)
 
 
 def as_good(cause: Slope | None, named: Sequence[Slope]) -> str:

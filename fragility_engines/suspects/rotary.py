@@ -16,6 +16,7 @@ from fragility_engines.suspects.suspect import Setting, Suspect, assigning, chan
 
 LOOK = "rope_scaling of the engine's configuration"
 FACTORS = {"yarn": 4.0, "llama3": 8.0, "dynamic": 2.0}  # as published models have them, for a model without scaling
+FOLLOWING = {"dynamic", "longrope"}  # types of scaling whose frequencies follow the length of a text
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of llama3
 
 
@@ -30,6 +31,8 @@ class Rotary:
     def values(self, rope_type: str, **others: Any) -> list[tuple[Any, str, Any]]:
         """The attributes of the module for other parameters."""
         config = copy.deepcopy(self.module.config)
+        if getattr(config, "head_dim", 0) is None:  # as of Mixtral, where torch's own rule takes its place
+            config.head_dim = config.hidden_size // config.num_attention_heads
         new = self.parameters | others | {"rope_type": rope_type}
         config.rope_parameters = {**config.rope_parameters, self.kind: new} if self.kind else new
         kind: dict[str, Any] = {"layer_type": self.kind} if self.kind else {}
@@ -136,7 +139,9 @@ def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
     yield Suspect("RoPE of the faster half of its frequencies alone", look, change(found, faster))
     if own := turned(model):
         order = "the permutation of query and key heads when converted, and the order in which the engine pairs them"
-        yield Suspect("RoPE pairs in another order", order, partial(reordered, interleaved))
+        rows, engine = (partial(of_turned, pairs, 2 * len(getattr(*found[0]))) for pairs in (interleaved, apart))
+        yield Suspect("RoPE pairs in another order, side by side in the weights", order, partial(reordered, rows))
+        yield Suspect("RoPE pairs in another order, side by side in the engine", order, partial(reordered, engine))
         whole = all(module.head_dim == 2 * len(getattr(*found[0])) for module in own)
         if whole and len(getattr(*found[0])) % 2 == 0:
             yield Suspect("RoPE of the first half of each head alone", look, partial(in_first_half, found))
@@ -193,8 +198,9 @@ def in_first_half(found: list[Setting], model: PreTrainedModel) -> Iterator[None
 @contextmanager
 def reordered(order: Callable[[int], Tensor], model: PreTrainedModel) -> Iterator[None]:
     """A context in which the entries of query and key heads stand in the ``order`` for heads of a size."""
-    before = reorder(order, model)
+    before = [(x, x.data) for x, *_ in in_heads(model)]
     try:
+        reorder(order, model)
         yield
     finally:
         for x, data in before:
@@ -206,18 +212,43 @@ def interleaved(size: int) -> Tensor:
     return torch.arange(size).unflatten(0, (2, -1)).T.flatten()
 
 
+def apart(size: int) -> Tensor:
+    """The order in which RoPE's pairs stand in halves of a head of this ``size``, if they stood side by side."""
+    return torch.arange(size).unflatten(0, (-1, 2)).T.flatten()
+
+
+def of_turned(order: Callable[[int], Tensor], width: int, size: int) -> Tensor:
+    """The ``order`` of the first ``width`` entries of a head of this ``size``, all others in their places."""
+    width = min(width, size)
+    return torch.cat([order(width), torch.arange(width, size)])
+
+
 def interleave(model: PreTrainedModel) -> None:
     """Interleave RoPE's pairs in the rows of query and key heads."""
     reorder(interleaved, model)
 
 
-def reorder(order: Callable[[int], Tensor], model: PreTrainedModel) -> list[tuple[Tensor, Tensor]]:
-    """Put the rows of query and key heads, and of their norms, in the ``order`` for a size; return what was there."""
-    before = []
+def reorder(order: Callable[[int], Tensor], model: PreTrainedModel) -> None:
+    """Put the rows of query and key heads, and of their norms, in the ``order`` for a size."""
+    for x, size, axis in in_heads(model):
+        heads = x.data.unflatten(axis, (-1, size))
+        x.data = heads.index_select(axis + 1, order(size).to(x.device)).reshape(x.shape)
+
+
+def in_heads(model: PreTrainedModel) -> list[tuple[Tensor, int, int]]:
+    """The parameters of queries, keys and their norms, the size of a head, and the axis along which heads lie."""
+    found = []
     for module in turned(model):
-        names = ("q_proj", "k_proj", "q_norm", "k_norm")
-        inside = [getattr(module, name) for name in names if isinstance(getattr(module, name, None), nn.Module)]
-        for x in (x for each in inside for x in each.parameters()):
-            before.append((x, x.data))
-            x.data = x.data.unflatten(0, (-1, module.head_dim))[:, order(module.head_dim).to(x.device)].reshape(x.shape)
-    return before
+        for name, axis in (("q_proj", 0), ("k_proj", 0), ("q_norm", -1), ("k_norm", -1)):
+            if isinstance(inside := getattr(module, name, None), nn.Module):
+                found += [(x, module.head_dim, axis % x.ndim) for x in inside.parameters()]
+    return [each for each in found if each[0].shape[each[2]] % each[1] == 0]
+
+
+def cut(model: nn.Module, tokens: Any, count: int) -> Any:
+    """The first ``count`` of ``tokens`` (T,); all of them if RoPE's frequencies follow the length of a text."""
+    for module in model.modules():
+        own = getattr(module, "rope_type", "")
+        if FOLLOWING & {*(own.values() if isinstance(own, dict) else [own])}:
+            return tokens
+    return tokens[:count]

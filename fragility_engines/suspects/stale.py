@@ -101,9 +101,10 @@ class Checkpoint:
 
     @property
     def difference(self) -> Number:
-        """The multiple of the difference between the model and this checkpoint which an engine has; 0 is all of it."""
+        """The multiple of the model's difference from this checkpoint that an engine has; 0 is the checkpoint."""
+        name = self.name.replace("{", "{{").replace("}", "}}")
         return Number(
-            f"{{}} times the model's difference from the checkpoint {self.name}",
+            f"{{}} times the model's difference from the checkpoint {name}",
             "the scale of the adapter (alpha / r), and whether it is merged twice",
             1.0, TIMES, lambda factor: partial(away, self.values, factor),
         )  # fmt: skip

@@ -288,6 +288,9 @@ def moved(first: int, weight: Tensor) -> nn.Parameter:
     return new(weight.roll(-first, 0))
 
 
+APART = {"q_layernorm", "lambda_q1"}  # of attention that has something else for each head, or heads in two halves
+
+
 def grouped(model: PreTrainedModel) -> Iterator[Suspect]:
     """The suspect of query heads that share keys and values with others, where several share them."""
     values: Values = []
@@ -296,12 +299,17 @@ def grouped(model: PreTrainedModel) -> Iterator[Suspect]:
         groups, size = getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", None)
         if len(layers) < 2 or groups < 2 or not size:
             continue
-        width = rows_of(layers[-1].weight, layers[-1], inputs=True)
-        if width > rows_of(layers[0].weight, layers[0]):  # queries of low rank
+        width, rows = rows_of(layers[-1].weight, layers[-1], inputs=True), rows_of(layers[0].weight, layers[0])
+        if width > rows or (len(layers) > 2 and rows > width) or APART & {*dir(module)}:  # of low rank, or with gates
             continue
         heads = mixed(torch.arange(width), groups, width // size // groups)
-        rest = torch.arange(width, rows_of(layers[0].weight, layers[0]))  # keys and values of a fused layer
+        rest = torch.arange(width, rows)  # keys and values of a fused layer
         values += [*arranged(layers[0], torch.cat([heads, rest])), *arranged(layers[-1], heads, inputs=True)]
+        norm, sinks = getattr(getattr(module, "q_norm", None), "weight", None), getattr(module, "sinks", None)
+        if norm is not None and norm.numel() == width:
+            values.append((module.q_norm, "weight", new(norm.flatten()[heads.to(norm.device)].view(norm.shape))))
+        if sinks is not None:
+            values.append((module, "sinks", new(sinks[(heads[::size] // size).to(sinks.device)])))
     if values:
         name = "query heads that take turns at the heads of keys (repeat, not repeat_interleave)"
         yield Suspect(name, "how the engine repeats heads of keys and values", assigning(values))

@@ -97,14 +97,18 @@ def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int =
 def scores(model: PreTrainedModel, windows: Sequence[tuple[Tensor, int]], suspect: Suspect) -> list[Tensor]:
     """Log-probabilities (T - 1,) of windows (T,) under ``suspect``; NaN for tokens that are not scored then.
 
+    These are all tokens of a window that ``suspect`` makes longer than the context, or of which it leaves nothing.
     Beside each window is the position of the first token that the engine scored. The model is changed once for all.
     """
-    found = []
+    found, context = [], getattr(model.config.get_text_config(), "max_position_embeddings", torch.inf)
     with suspect.change(model) as other:
         for tokens, first in windows:
             skip = suspect.skip if suspect.kept is None else max(0, first - suspect.kept)
             prefix = suspect.prefix if skip or suspect.kept is None else ()
             seen = torch.cat([tokens.new_tensor(prefix), tokens[skip:]])
+            if len(tokens) - skip < 2 or len(seen) > context:
+                found.append(torch.full((len(tokens) - 1,), torch.nan, dtype=torch.float64))
+                continue
             values = read(logits(model if other is None else other, seen), seen, suspect)[len(prefix) :]
             found.append(torch.cat([values.new_full((skip,), torch.nan), values]))
     return found
