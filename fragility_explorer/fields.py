@@ -81,7 +81,7 @@ class Field:
 
 
 class NamedField(Field):
-    """A path, a name of the hub, or one of a few known names. A path of a file that is there becomes absolute."""
+    """A path, a name of the hub, or one of a few known names. A path that exists becomes absolute."""
 
     @property
     def value(self) -> str:

@@ -51,8 +51,9 @@ def failure(step: int) -> Picture:
         100 * raised(rows, epsilon).reduction.sum() / rows.risk.sum(), 1, fractional=False, trim="-"
     )
     return [errors, falls], (
-        f"step {step}, blocks where it would have raised ε: {blocks}. This would remove {saved} % of the predicted error. ε = {CAP:g} "
-        f"would remove {100 * taken[0]:.2g} % of the error of block 0, and at most {100 * taken[1:].max():.1g} % "
+        f"step {step}, blocks where it would have raised ε: {blocks}. This would remove {saved} % of the predicted "
+        f"error. ε = {CAP:g} would remove {100 * taken[0]:.2g} % of the error of block 0, and at most "
+        f"{100 * taken[1:].max():.1g} % "
         "of that of any other block."
     )
 

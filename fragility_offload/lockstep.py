@@ -47,7 +47,7 @@ class Passes:
         self._failed = False
 
     def run(self, number: int, one: Callable[[], Result]) -> Result:
-        """The result of the pass with this ``number``, in a thread of its own."""
+        """The result of pass ``number``; call it in a thread of its own."""
         _running.set((self, number))
         with self._changed:
             self._wait(number)

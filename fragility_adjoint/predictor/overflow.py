@@ -167,7 +167,7 @@ def masking(x: Tensor) -> Tensor:
 
 
 def kind_of(kernel: Any, args: tuple, kwargs: dict, bad: Tensor) -> str:
-    """The kind of a result that is ``bad``, by ``kernel`` in fp64: "overflow" if a number, else "infinite" or "nan".
+    """What the ``bad`` entries of a result are in fp64: "overflow" if any is a number, else "infinite" or "nan".
 
     It is "overflow" for a kernel that takes no fp64, and for one of another library, which need not.
     """

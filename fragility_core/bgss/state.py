@@ -61,7 +61,7 @@ class State:
 
     @property
     def action_counts(self) -> tuple[int, ...]:
-        """The number of earlier actions on every block."""
+        """The number of earlier actions on each block."""
         count = Counter(action.layer for action in self.actions)
         return tuple(count[layer] for layer in range(self.layers))
 

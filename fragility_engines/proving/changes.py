@@ -15,7 +15,7 @@ Change = Callable[[Any], object]  # of a model, in place
 
 
 def split_products(model: Any) -> None:
-    """Have linear layers add up two halves of each product, in another order."""
+    """Have every ``nn.Linear`` add each product in two halves, the last first."""
     linear: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
     for module in linear:
         module.forward = partial(in_halves, module)

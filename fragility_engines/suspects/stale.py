@@ -27,6 +27,7 @@ from fragility_lab.inputs.offloaded import load_beside, require_fitting
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe
 
+STAGES = (2, 3, 4)  # of a pipeline, one of which may have kept its weights
 TIMES = (0.5, 2.0, 4.0, 16.0)  # the difference between the checkpoints: an adapter's scale, or one merged twice
 
 
@@ -81,23 +82,38 @@ class Checkpoint:
     def suspects(self) -> Iterator[Suspect]:
         """Suspects that the engine has this checkpoint, or some weights from it and all others from the model.
 
-        The latter are those of one block, of one layer in all blocks, of all norms, of one module outside of blocks,
-        and of a head that is tied to the embedding with it.
+        The latter are those of one block, of a stage of a pipeline, of one layer or branch in all blocks, of all norms,
+        of one module outside of blocks, and of a head that is tied to the embedding with it.
         """
         look = "which weights the engine was given last, and whether it merged the adapter"
         yield Suspect(f"the checkpoint {self.name}", look, assigning(self.values))
-        groups: dict[str, Values] = {}
+        groups, known = dict[str, Values](), {places_of(self.values)}
         outside = {path: values for path, values in self.weights.items() if block_of(path) is None}
         for (one, some), (other, more) in combinations(outside.items(), 2):
             if getattr(*some[0][:2]) is getattr(*more[0][:2]):
                 groups[f"{one} and {other}"] = [*some, *more]
         for path, values in self.weights.items():
             found = block_of(path)
-            names = [f"{path.removeprefix(found[0])[1:] or path} of all blocks", found[0]] if found else [path]
-            for name in names + ["all norms"] * is_norm(values[0][0]):
+            inside = path.removeprefix(found[0])[1:] if found else ""
+            names = [f"{inside or path} of all blocks", found[0], *self.stages(path)] if found else [path]
+            branch = [f"{inside.partition('.')[0]} of all blocks"] if "." in inside else []
+            for name in names + branch + ["all norms"] * is_norm(values[0][0]):
                 groups.setdefault(name, []).extend(values)
         for name, some in groups.items():
-            yield Suspect(f"{name} from the checkpoint {self.name}", LOADED, assigning(some))
+            if (own := places_of(some)) not in known:
+                yield Suspect(f"{name} from the checkpoint {self.name}", LOADED, assigning(some))
+            known.add(own)
+
+    def stages(self, path: str) -> list[str]:
+        """The names of the stages that the block of ``path`` is in, if a pipeline has some of STAGES."""
+        places = [found[0] for each in (path, *self.weights) if (found := block_of(each))]
+        blocks, names = [*dict.fromkeys(places[1:])], []
+        for stages in STAGES:
+            stage = [place * stages // len(blocks) for place in range(len(blocks))]
+            part = [block for block, own in zip(blocks, stage) if own == stage[blocks.index(places[0])]]
+            if 1 < len(part) < len(blocks):
+                names.append(f"{part[0]} to {part[-1]}")
+        return names
 
     @property
     def difference(self) -> Number:
@@ -108,6 +124,11 @@ class Checkpoint:
             "the scale of the adapter (alpha / r), and whether it is merged twice",
             1.0, TIMES, lambda factor: partial(away, self.values, factor),
         )  # fmt: skip
+
+
+def places_of(values: Values) -> frozenset[tuple[int, str]]:
+    """The parameters that ``values`` are of."""
+    return frozenset((id(module), name) for module, name, _ in values)
 
 
 @contextmanager

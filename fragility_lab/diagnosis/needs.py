@@ -231,7 +231,7 @@ def reads_a_batch(request: Request, model: PreTrainedModel) -> int:
 
 
 def chooses_experts(model: PreTrainedModel) -> bool:
-    """True if ``model`` is a mixture of experts."""
+    """True if ``model`` sets experts per token."""
     return getattr(model.config.get_text_config(), "num_experts_per_tok", None) is not None
 
 

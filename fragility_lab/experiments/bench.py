@@ -178,7 +178,7 @@ def attending(low: LowPrecision, implementation: str) -> LowPrecision:
 
 
 def memory_of(kind: str) -> float:
-    """MiB of one bf16 pass of one window; ``kind`` is one of ALONE.
+    """MiB of one pass of one window; ``kind`` is one of ALONE.
 
     A "plain" (eager) or "monitored" pass counts with the loaded model. An "estimate" or a "training forward" counts
     without the loaded models (fp32 and bf16).

@@ -132,7 +132,7 @@ def agreement(windows: pd.DataFrame) -> pd.DataFrame:
 def layers_of(rows: list[dict]) -> pd.DataFrame:
     """The first token's share in the squared norm of the stream, and in the attention of later tokens, by block.
 
-    For the stream only windows count that do not overflow.
+    Windows that overflow do not count for the stream.
     """
     share = np.mean([row["first_share"] for row in rows if np.isfinite(row["first_share"]).all()], axis=0)
     drawn = np.mean([row["first_attention"] for row in rows if "first_attention" in row], axis=0)

@@ -42,7 +42,7 @@ def converted(file: str | Path, part: str) -> str:
 
     The folder is made if there is none for this file, this code and these versions; it appears whole or not at all.
     Older folders of the file are removed then, unless somebody has used them within a day.
-    Raises the errors of ``header.read_header`` and ``configuration.configuration``.
+    Raises the errors of ``read_header``, ``configuration`` and ``write_model``.
     """
     header = read_header(file)
     place, stat = str(header.file.resolve()), header.file.stat()

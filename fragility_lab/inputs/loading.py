@@ -25,9 +25,9 @@ class Inputs:
     """A loaded model, its token stream, and the digest that identifies both.
 
     Windows of the stream begin with the ``opening``, the tokens with which the ``tokenizer`` begins a text. ``rounded``
-    is the same model with weights that somebody else has rounded, if there is one. The weights of an offloaded model
-    are ``files`` bytes on the disk. They have no digest, since no run on them is kept. ``dtypes`` has the dtypes of the
-    stored weights of each model, by its name.
+    is the same model with weights that somebody else has rounded, if there is one. An offloaded model's
+    weights take ``files`` bytes on the disk. They have no digest, since no run on them is kept. ``dtypes`` has the
+    dtypes of the stored weights of each model, by its name.
     """
 
     model: PreTrainedModel

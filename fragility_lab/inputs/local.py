@@ -51,7 +51,7 @@ def require_utf8(file: str) -> None:
     if found := next((name for mark, name in MARKS.items() if begins.startswith(mark)), ""):
         raise ValueError(
             f"a text must be in UTF-8 without a byte order mark, but {file} is in {found}: convert it, with "
-            f"iconv -f {'UTF-16' if found == 'UTF-16' else 'UTF-8'} -t UTF-8, or sed '1s/^\\xEF\\xBB\\xBF//'"
+            + ("iconv -f UTF-16 -t UTF-8" if found == "UTF-16" else r"sed '1s/^\xEF\xBB\xBF//'")
         )
 
 

@@ -1,5 +1,7 @@
 """The gap of an engine, what rounding alone must give, and the slopes along suspects."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,6 +13,7 @@ from transformers import LlamaConfig
 from fragility_adjoint.predictor import Adjoint
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.measuring import AtPositions, measure
 from fragility_engines.comparison.signs import described, patterns
 from fragility_engines.comparison.slopes import Directions, Slope, screened, slope, slope_of, slopes
@@ -350,3 +353,56 @@ def test_patterns_tell_kinds_of_excess_apart():
     assert flat["start"] == pytest.approx(1) and flat["end"] == pytest.approx(1)
     assert others[0]["start"] == pytest.approx(10) and others[1]["end"] == pytest.approx(10)
     assert others[2]["few"] < 0.01 < flat["few"]
+
+
+def gap_of(observed, predicted=1.0, emulated=1.0, two=False, tokens=64):
+    """A gap whose sequences have these mean squares, and no token that changes."""
+    table = pd.DataFrame({"observed": observed, "predicted": predicted, "emulated": emulated, "tokens": tokens})
+    return Gap(
+        get_recipe("bf16"),
+        pd.DataFrame({"change": [0.0]}),
+        table.assign(sequence=range(len(observed))),
+        pd.Series(),
+        two=two,
+    )
+
+
+def test_sequences_that_do_not_change_do_not_count_beside_others(model, native):
+    """As of an engine whose log has some lines of the other one."""
+    noise = np.random.default_rng(0).normal(0, 0.01, 48)
+    changed = [replace(each, logprobs=each.logprobs - np.abs(noise) * (n > 1)) for n, each in enumerate(native)]
+    gap = measure(model, native, "bf16", reference=changed)
+    assert gap.unchanged == 2 and gap.ratio[1] > 0.1 * gap.ratio[0]
+    assert "no number differs in 2 of the sequences, which do not count" in judge(gap).line
+    same = measure(model, native, "bf16", reference=native)
+    assert judge(same).kind == "less" and "it is the same engine" in judge(same).line
+    assert "do not count" not in judge(same).line
+    assert judge(gap_of([1.0, 0.0, 0.0, 0.0])).needed == 5
+
+
+def test_a_sequence_of_two_engines_is_far_by_its_prediction_alone():
+    """Both have the same rounded weights, which the emulated pass has as well."""
+    assert gap_of([1.0, 1.0, 100.0], emulated=150.0, two=True).far == [2]
+    assert gap_of([1.0, 1.0, 100.0], emulated=150.0).far == []
+
+
+def test_the_grid_of_both_logs_is_not_between_them(model, native):
+    rounded = [replace(each, logprobs=each.logprobs.round(2)) for each in native]
+    other = [replace(each, logprobs=(each.logprobs - 0.011).round(2)) for each in native]
+    assert not [*grids(measure(model, rounded, "bf16", reference=rounded))]
+    assert not [*grids(measure(model, other, "bf16", reference=rounded))]
+    (found,) = grids(measure(model, rounded, "bf16", reference=native))
+    assert found.share == pytest.approx(1.0, abs=0.3) and found.share <= 1
+
+
+def test_three_tokens_have_no_slope():
+    """A line and a slope fit any three."""
+    table = pd.DataFrame({"sequence": 0, "position": [1, 2, 3], "fp32": [-1.0, -2.0, -4.0]})
+    table = table.assign(change=[0.1, -0.2, 0.3], emulated=0.0, rounding=0.0, exact=table.fp32)
+    found = slope(replace(gap_of([1.0]), tokens=table), Suspect("", ""), np.array([0.3, 0.1, -0.2]))
+    assert not found.certain and found.error == np.inf
+
+
+def test_the_first_of_repeated_texts_counts_in_the_order_of_the_log(model, native):
+    gap = measure(model, [native[0], native[1], native[0]], "bf16")
+    assert [*gap.sequences.sequence] == [0, 1] and gap.repeated == 1

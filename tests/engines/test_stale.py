@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from test_catalogue import DEPTHS, WINDOWS
@@ -13,6 +14,10 @@ from transformers import LlamaConfig
 
 from fragility_engines.__main__ import main
 from fragility_engines.comparison import compare
+from fragility_engines.comparison.measuring import measure
+from fragility_engines.comparison.slopes import Directions
+from fragility_engines.comparison.verdict import judge
+from fragility_engines.logs.sequences import Scored
 from fragility_engines.proving.ground import Ground
 from fragility_engines.proving.variations import Variation, native
 from fragility_engines.suspects.stale import Checkpoint
@@ -60,6 +65,7 @@ PARTS = {
     "the checkpoint {name}": lambda path: True,
     "model.layers.1 from the checkpoint {name}": lambda path: "layers.1." in path,
     "self_attn.q_proj of all blocks from the checkpoint {name}": lambda path: "q_proj" in path,
+    "self_attn of all blocks from the checkpoint {name}": lambda path: "self_attn" in path,
     "lm_head from the checkpoint {name}": lambda path: "lm_head" in path,
     "model.embed_tokens from the checkpoint {name}": lambda path: "embed_tokens" in path,
 }
@@ -71,6 +77,29 @@ def test_weights_of_another_checkpoint_are_named(grounds, cause):
     _, verdict = ground.judged(having(other, PARTS[cause]))
     assert verdict.cause is not None and verdict.cause.suspect.name == cause.format(name=NAME), verdict.line
     assert not verdict.partial, verdict.line
+
+
+def test_a_stage_of_a_pipeline_is_named():
+    """Half of the blocks, or a quarter, has kept its weights."""
+    ground, other = ground_of(model_of("qwen2", 40), 0.05)
+    for first, last in ((20, 39), (10, 19)):
+        blocks = {f"model.layers.{block}." for block in range(first, last + 1)}
+        engine = having(other, lambda path, blocks=blocks: any(path.startswith(block) for block in blocks))
+        _, verdict = ground.judged(engine)
+        name = f"model.layers.{first} to model.layers.{last} from the checkpoint {NAME}"
+        assert verdict.cause is not None and verdict.cause.suspect.name == name, verdict.line
+
+
+def test_weights_of_the_same_places_are_one_suspect():
+    """As of an adapter of queries alone."""
+    model = model_of("qwen2", 2)
+    other = copy.deepcopy(model)
+    for block in other.model.layers:
+        block.self_attn.q_proj.weight.data *= 1.1
+    known = Checkpoint.of(NAME, model, other, get_recipe("bf16"))
+    names = [suspect.name for suspect in known.suspects()]
+    blocks = [f"model.layers.{block} from the checkpoint {NAME}" for block in (0, 1)]
+    assert names == [f"the checkpoint {NAME}", *blocks]
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])
@@ -160,6 +189,27 @@ def test_of_two_engines_that_one_is_named_which_has_the_checkpoint(tmp_path, out
         main(["--log", logs[0], "--against", logs[1], "--model", place, "--checkpoint", earlier])
         first = capsys.readouterr().out.splitlines()[0]
         assert f"The checkpoint {NAME}" in first and owner in first, first
+
+
+def test_an_adapter_merged_twice_has_its_owner_and_no_older_checkpoint():
+    """The engine has twice the difference: it goes away from the checkpoint, not to it. Its name may have braces."""
+    model = model_of("qwen2", 2)
+    other = trained(model, 0.02)
+    engine = copy.deepcopy(model)
+    for mine, theirs in zip(engine.parameters(), other.parameters(), strict=True):
+        mine.data = theirs + 2.0 * (mine - theirs)
+    own, right = (
+        [Scored(w.numpy(), np.concatenate([[np.nan], logprobs(low, w).numpy()])) for w in WINDOWS]
+        for low in (engine.bfloat16(), copy.deepcopy(model).bfloat16())
+    )
+    checkpoint = Checkpoint.of("step-{7}", model, other, get_recipe("bf16"))
+    for logs, owner in (((own, right), "LOG"), ((right, own), "AGAINST")):
+        directed = Directions(model, logs[0], (), checkpoint)
+        found, further = compare.explained(measure(model, logs[0], "bf16", reference=logs[1]), directed)
+        cause = judge(measure(model, logs[0], "bf16", reference=logs[1]), [*found, *further]).cause
+        times, _, rest = cause.suspect.name.partition(" ")
+        assert rest == "times the model's difference from the checkpoint step-{7}" and cause.owner == owner
+        assert float(times) == pytest.approx(2.0, rel=0.05)
 
 
 def test_a_comparison_that_memory_cannot_hold_is_refused_before_weights_are_read(tmp_path, monkeypatch):

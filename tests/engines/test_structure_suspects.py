@@ -7,7 +7,15 @@ import pytest
 import torch
 from test_catalogue import DEPTHS, WINDOWS, config_of, ground_of, quieted
 from tiny import TINY, random_gpt2, random_model
-from transformers import GPTNeoXConfig, Olmo2Config, Phi3Config, Qwen2Config
+from transformers import (
+    CohereConfig,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+)
 
 from fragility_engines.comparison.grid import coarsest
 from fragility_engines.comparison.verdict import judge
@@ -252,3 +260,24 @@ def test_a_floor_that_the_engine_put_under_its_numbers_is_refused(tmp_path):
 
 def test_the_verdict_without_a_cause_is_not_partial(ground):
     assert not judge(ground.gap).partial
+
+
+@pytest.mark.parametrize("config", [Qwen2Config, Phi3Config, Olmo2Config, Gemma3TextConfig, GptOssConfig, CohereConfig])
+def test_query_heads_that_take_turns_are_those_of_an_engine_that_repeats(config, monkeypatch):
+    """Norms over all heads and sinks, one for each, stay with their heads."""
+    own = {
+        GptOssConfig: {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
+        CohereConfig: {"use_qk_norm": True},
+    }
+    own |= {Gemma3TextConfig: {"head_dim": 8}}
+    model = random_model(config(**SIZES | {"num_key_value_heads": 2, "num_hidden_layers": 2} | own.get(config, {})))
+    for name, parameter in model.named_parameters():
+        if "q_norm" in name or "sinks" in name:
+            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    suspect = next(each for each in structure(model) if "take turns" in each.name)
+    found = score(model, WINDOWS[0], suspect)
+    code = __import__(type(model).__module__, fromlist=["repeat_kv"])
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "repeat_kv", lambda x, groups: x.repeat(1, groups, 1, 1))
+        torch.testing.assert_close(found, logprobs(model, WINDOWS[0]), rtol=0, atol=1e-4)
+    assert not torch.allclose(found, logprobs(model, WINDOWS[0]), atol=1e-2)

@@ -3,11 +3,22 @@
 import pytest
 import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
+    Qwen3NextConfig,
+)
 
 from fragility_engines.suspects.catalogue import Facts, places
 from fragility_engines.suspects.catalogue import suspects as listed
 from fragility_engines.suspects.numbers import numbers
+from fragility_engines.suspects.rotary import cut
 from fragility_engines.suspects.suspect import logprobs, score
 from fragility_engines.suspects.windows import fully_attending
 
@@ -126,3 +137,57 @@ def test_an_error_inside_of_a_change_leaves_the_model_as_it_was():
         with pytest.raises(RuntimeError, match="stopped"), suspect.change(model):
             raise RuntimeError("stopped")
     assert torch.equal(logprobs(model, WINDOW), before)
+
+
+def test_what_goes_beyond_the_context_or_leaves_nothing_is_not_scored():
+    """Learned positions end with the context; a cut window may lie inside of what its sequences share."""
+    model = random_gpt2(TINY)
+    whole = random_tokens(model.config.n_positions, seed=1, smallest=3)
+    for suspect in suspects(model, 5, 0):
+        assert len(score(model, whole, suspect)) == len(whole) - 1, suspect.name
+    shared = next(each for each in suspects(model, 5, shared=(*WINDOW[:20].tolist(),)) if each.skip == 20)
+    assert score(model, WINDOW[:20], shared).isnan().all() and score(model, WINDOW[:21], shared).isnan().all()
+    assert score(model, WINDOW, shared).isfinite().any()
+
+
+def test_pairs_that_the_engine_turns_side_by_side_are_the_inverse_order(monkeypatch):
+    """Of families that turn a part of each head as well."""
+    for config in (LLAMA, PhiConfig(**SIZES | {"num_key_value_heads": 2}, partial_rotary_factor=0.5)):
+        model = random_model(config)
+        suspect = next(each for each in suspects(model, 5) if each.name.endswith("side by side in the engine"))
+        found = score(model, WINDOW, suspect)
+        module = __import__(type(model).__module__, fromlist=["rotate_half"])
+
+        def neighbours(x):
+            return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+
+        def turned(q, k, cos, sin, *others, **named):
+            cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1)[:, None] for x in (cos, sin))
+            return tuple(x * cos + neighbours(x) * sin for x in (q, k))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "apply_rotary_pos_emb", turned)
+            torch.testing.assert_close(found, logprobs(model, WINDOW), rtol=0, atol=1e-5)
+
+
+def test_norms_of_heads_move_with_their_heads_and_come_back():
+    """Cohere has a norm with a row for each head."""
+    model = random_model(CohereConfig(**SIZES, use_qk_norm=True))
+    before = {path: x.clone() for path, x in model.named_parameters()}
+    exact = logprobs(model, WINDOW)
+    for suspect in (each for each in suspects(model, 5) if "pairs" in each.name):
+        assert not torch.equal(score(model, WINDOW, suspect), exact)
+    assert all(torch.equal(x, before[path]) for path, x in model.named_parameters())
+
+
+def test_scalings_of_a_model_whose_configuration_gives_no_width_of_heads():
+    config = MixtralConfig(**SIZES, num_local_experts=2)
+    assert config.head_dim is None
+    assert any("RoPE scaling yarn" in each.name for each in suspects(random_model(config), 5))
+
+
+def test_tokens_are_not_cut_where_frequencies_follow_the_length():
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    scaling |= {"original_max_position_embeddings": 16, "factor": 4.0}
+    assert len(cut(random_model(LLAMA), WINDOW, 8)) == 8
+    assert len(cut(random_model(Phi3Config(**SIZES, rope_parameters=scaling)), WINDOW, 8)) == len(WINDOW)
