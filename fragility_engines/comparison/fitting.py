@@ -8,10 +8,12 @@ from scipy.optimize import minimize_scalar
 from fragility_engines.comparison.gap import SURE, Gap, beyond
 from fragility_engines.comparison.slopes import Directions, Slope, slope, slopes
 from fragility_engines.suspects.numbers import Number
+from fragility_engines.suspects.sampling import drawn, temperature
 from fragility_engines.suspects.suspect import Suspect
 
 STEPS, CLOSE = 8, 0.003  # passes between the two values beside the best usual one, and what is close enough to stop
 ALL = 16  # integers between these values that are all tried: the right one may leave far less than its neighbours
+NICE, KNOWN = 0.05, 0.95  # temperatures are multiples of it, mostly; share of tokens that must be left
 HOPE = 0.1  # share of a sequence's gap that must go with one of the usual values, for others to be tried
 
 
@@ -38,6 +40,19 @@ def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
                 break
     found.sort(key=lambda each: each.share, reverse=True)
     return [*slopes(gap, [each.suspect for each in found[:1]], directed), *found[1:]]
+
+
+def heated(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
+    """The slope of ``gap`` along the temperature that leaves least of its ``part``, alone or with tokens left out.
+
+    An engine that leaves out other tokens than it scored would have no number there.
+    """
+    number = temperature()
+    value = nearest(part, number, [unexplained(part, suspect, directed) for suspect in number.usual], directed)
+    tried = [number.at(value), *drawn(max(round(value / NICE), 1) * NICE)]
+    tried = [suspect for suspect in tried if np.isfinite(directed(part, suspect)).mean() > KNOWN]
+    best = min(tried, key=lambda suspect: unexplained(part, suspect, directed))
+    return slopes(gap, [best], directed)
 
 
 def nearest(part: Gap, number: Number, left: Sequence[float], directed: Directions) -> float:

@@ -92,6 +92,10 @@ class Gap:
         """The gap over the tokens of the sequences with these ``numbers``; ``sequences`` stay as they are."""
         return replace(self, tokens=self.tokens[self.tokens.sequence.isin(numbers)])
 
+    def of(self, numbers: Sequence[int]) -> "Gap":
+        """The gap of the sequences with these ``numbers`` alone."""
+        return replace(self.only(numbers), sequences=self.sequences[self.sequences.sequence.isin(numbers)])
+
     @property
     def largest(self) -> int:
         """The number of the sequence whose tokens have the largest sum of squared changes."""

@@ -19,6 +19,7 @@ from fragility_engines.suspects.suspect import log_sum, logits
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
+MANY, SURE = 8, np.log(0.01)  # tokens, and a log-probability: no engine that works has 0 at so many below it
 ENOUGH, MOST = 1000, 8  # tokens times probes, and probes: the more tokens, the less probes scatter
 FINE = 2**-8  # unit roundoff of bf16: slopes at both ends of such errors differ by a few percent, in twice the time
 Seen = Callable[[int, Tensor, Tensor], None]  # takes a sequence's number, its logits, and log_sum of them
@@ -95,6 +96,11 @@ class Pair:
             raise ValueError(f"both logs must score a token in common, got none in sequence {self.number}")
         return np.flatnonzero(known)
 
+    def unscored(self, rows: pd.DataFrame) -> int:
+        """The number of ``rows`` in which a log has 0 for a token that the fp32 model does not find SURE."""
+        zero = (rows.exact + rows.change == 0) | ((rows.exact == 0) & (self.other is not None))
+        return int((zero & (rows.fp32 < SURE)).sum())
+
     def rows(self, fp32: Outputs, low: Outputs, asked: np.ndarray, values: np.ndarray) -> pd.DataFrame:
         """The rows of ``Gap.tokens`` for outputs of the ``known`` rows, and the ``values`` of the tops ``asked``."""
         at, rounding = self.known + 1, low.logprobs - fp32.logprobs
@@ -149,7 +155,8 @@ def measure(
     then the same on both sides, and those of kernels count twice. Without ``probes`` for each sequence, a log of fewer
     tokens has more, MOST at most. The fp32 logits of each sequence are shown to ``seen``.
 
-    Raises ValueError for sequences that do not fit the model or the reference, or that all overflow, and the errors of
+    Raises ValueError for sequences that do not fit the model or the reference, for zeros where a log was to have no
+    number, if all sequences overflow, and the errors of
     ``lower`` and ``Adjoint``.
     """
     require_fitting(model.config, sequences)
@@ -160,12 +167,13 @@ def measure(
     pairs = [*first.values()]  # the first of each text
     probes = min(MOST, -(-ENOUGH // sum(len(pair.known) for pair in pairs))) if probes is None else probes
     yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
-    rows, totals, shares, predictions = [], [], [], []
+    rows, totals, shares, predictions, unscored = [], [], [], [], [0]
     for pair in pairs:
         prediction = yardstick.predict(pair.each, pair.known)
         predictions.append(prediction)
         square, by_site = expected(prediction, twice=two)
         table, count = yardstick.rows(pair, seen), len(pair.known)
+        unscored.append(pair.unscored(table))
         observed, emulated = ((table[column] ** 2).mean() for column in ("change", "rounding"))
         totals.append({
             "sequence": pair.number, "tokens": count, "observed": observed, "predicted": square, "emulated": emulated,
@@ -173,6 +181,11 @@ def measure(
         if np.isfinite(square):
             rows.append(table)
             shares.append(by_site * count)
+    if sum(unscored) >= MANY:
+        raise ValueError(
+            f"a log-probability of 0 must be that of a sure token, got it at {sum(unscored)} tokens that are not "
+            "for the model: an engine writes it where it scores none, so write null there"
+        )
     if not rows:
         place = predictions[0].windows.overflow.item()
         raise ValueError(

@@ -141,7 +141,8 @@ def scores(
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         if not output.requires_grad:
-            output = output.requires_grad_() * 1  # no leaf: a model may change it in place
+            with torch.enable_grad():
+                output = output.requires_grad_() * 1  # no leaf: a model may change it in place
         own = part(output.detach())
 
         def add(gradient: Tensor) -> None:

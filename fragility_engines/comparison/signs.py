@@ -9,6 +9,7 @@ from fragility_engines.comparison.gap import MORE, Gap
 START, END = 16, 64  # tokens at the beginning and at the end of sequences
 LOUD = 2.0  # times MORE: a change that begins at a position, or with a token
 GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
+OTHERS, SHOWN = 0.5, 4  # of the change of a sequence, as that of another one; sentences
 FEW = 0.02  # of the tokens make half of the square
 
 
@@ -19,7 +20,7 @@ def patterns(gap: Gap) -> dict[str, Any]:
     the mean change; ``gain`` the same in nats; ``few`` the share of tokens that make half of the square; ``largest``
     the share of the square that one sequence makes, relative to an equal share; ``begins`` the position from which on
     the change is more than rounding, where it is none before; 0 where it is not so. ``read`` and ``scored`` are the ids
-    of a token that ``begins_with`` and ``stands_at`` find, or None.
+    of a token that ``begins_with`` and ``stands_at`` find, or None. ``rows`` is what ``rows_of_others`` finds.
     """
     tokens, unit = gap.tokens, gap.predicted
     by = tokens.groupby("sequence")
@@ -27,14 +28,14 @@ def patterns(gap: Gap) -> dict[str, Any]:
     half = int(np.searchsorted(squares.cumsum(), squares.sum() / 2)) + 1
     sums = by.change.apply(lambda x: (x**2).mean())
 
-    def rms(rows) -> float:
+    def size(rows) -> float:
         return float((rows.change**2).mean() ** 0.5 / unit)
 
     return {
-        "start": rms(by.head(START)), "end": rms(by.tail(END)), "mean": float(tokens.change.mean() / unit),
+        "start": size(by.head(START)), "end": size(by.tail(END)), "mean": float(tokens.change.mean() / unit),
         "gain": float(tokens.change.mean()), "few": half / len(squares),
         "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0, "begins": begins(gap),
-        "read": begins_with(gap), "scored": stands_at(gap),
+        "read": begins_with(gap), "scored": stands_at(gap), "rows": rows_of_others(gap),
     }  # fmt: skip
 
 
@@ -83,9 +84,32 @@ def described(found: dict[str, Any]) -> list[str]:
     if found["few"] < FEW and found["scored"] is None:
         share = f"{found['few']:.1%} of the tokens"
         texts.append(f"{share} make half of the square: routing, near-ties, or an attention sink.")
+    for one, other in [*found["rows"].items()][:SHOWN]:
+        texts.append(
+            f"The log-probabilities of sequence {one} (from 0) are those of sequence {other}: look at the order."
+        )
     if found["largest"] > 3:
         texts.append("One sequence has most of the change: another template, or a truncation.")
     return texts
+
+
+def rows_of_others(gap: Gap) -> dict[int, int]:
+    """Sequences whose log-probabilities are those of another one, as of a batch in another order, and that one."""
+    rows = dict([*gap.tokens.groupby("sequence")])
+    found = {}
+    for number, own in rows.items():
+        log = (own.exact + own.change).to_numpy()
+        left = {other: rms(log, each.exact.to_numpy()) for other, each in rows.items() if len(each) > START}
+        nearest = min(left, key=left.__getitem__, default=number)
+        if nearest != number and left[nearest] < OTHERS * left[number]:
+            found[number] = nearest
+    return found
+
+
+def rms(one: np.ndarray, other: np.ndarray) -> float:
+    """The root mean square difference of the first values that both have."""
+    count = min(len(one), len(other))
+    return float(((one[:count] - other[:count]) ** 2).mean() ** 0.5)
 
 
 def begins_with(gap: Gap) -> int | None:
@@ -102,6 +126,9 @@ def begins_with(gap: Gap) -> int | None:
     after = behind.groupby(first.token).sum()
     before, limit = squares.sum() - after, MORE**2 * scale_of(gap)
     loud = behind.change > LOUD**2 * limit * behind.rounding
+    soon = own.cumsum().groupby(tokens.sequence).shift(-START).fillna(own.transform("sum"))
+    near = (soon - own.cumsum()).loc[first.index]  # a wrong row is felt at once
+    loud &= near.change > LOUD**2 * limit * near.rounding
     told = loud | (behind["count"] < START)
     fits = told.groupby(first.token).all() & (loud.groupby(first.token).sum() > 1) & (before["count"] >= START)
     fits &= (before.change < limit * before.rounding) & (first.groupby("token").position.nunique() > 1)

@@ -21,7 +21,7 @@ from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import PLACE, places
 from fragility_engines.suspects.numbers import Number, numbers
 from fragility_engines.suspects.rotary import cut
-from fragility_engines.suspects.sampling import sampling
+from fragility_engines.suspects.sampling import penalties, sampling
 from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.structure import around, in_one_block, runs, structure
 from fragility_engines.suspects.suspect import Suspect, read, scores
@@ -51,7 +51,8 @@ class Slope:
     same rounded weights, is subtracted. ``error`` is its standard error, from so many ``units``. ``share`` is the share
     of the squared gap that goes with this size along the direction. ``whole`` is the RMS of the gap over that of the
     direction and the predicted rounding together. Between ``two`` engines the size is -1 where the
-    reference does what the suspect does. ``owner`` is then the one of the two that does.
+    reference does what the suspect does. ``owner`` is then the one of the two that does. If the gap is that of some
+    sequences alone, they are ``among``.
     """
 
     suspect: Suspect
@@ -62,6 +63,7 @@ class Slope:
     two: bool = False
     owner: str = ""
     whole: float = np.nan
+    among: tuple[int, ...] = ()
 
     @property
     def least(self) -> float:
@@ -170,7 +172,7 @@ class Directions:
     def numbers(self) -> list[Number]:
         """The numbers of the model whose value may be fitted."""
         found = numbers(self.model, max(len(each.tokens) for each in self.sequences))
-        return [*([self.other.difference] if self.other else []), *found]
+        return [*([self.other.difference] if self.other else []), *found, *penalties()]
 
     def see(self, number: int, z: Tensor, norm: Tensor) -> None:
         """Read the logits ``z`` (T, V) of a sequence, whose ``log_sum`` is ``norm`` (T,)."""

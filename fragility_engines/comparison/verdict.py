@@ -6,19 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fragility_engines.comparison.fitting import fitted
+from fragility_engines.comparison.fitting import fitted, heated
 from fragility_engines.comparison.gap import LESS, MORE, SURE, Gap, beyond, left
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.scoring import scored
 from fragility_engines.comparison.signs import GAIN
 from fragility_engines.comparison.slopes import Directions, Slope, likely, ranked, screened, slopes, tested
+from fragility_engines.suspects.catalogue import TEMPERED
 from fragility_engines.suspects.recipes import recipes
 
 SHOWN = 8  # sequences in the line
 LARGER = 1.1  # times the predicted change: a recipe that adds half of what rounding does gives 1.12
 SAME = 1e-5  # times the predicted change: no engine that rounds is so near
 APPOSED = re.compile(r"(, \S+ times its own)\b")  # a number beside a name
-CODE = re.compile(r"\w+[_.]")  # a name in the model, which has its own case
+CODE = re.compile(r"\w+[_.]|\w+ of all blocks")  # a name in the model, which has its own case
 BETWEEN_COMMAS = r"\1,"
 ALIKE = 1.05  # times what the cause leaves of a gap: another that leaves less is as good
 CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place; less is only like the gap
@@ -56,7 +57,7 @@ class Verdict:
     def partial(self) -> bool:
         """True if the cause leaves more than rounding: it is only like what the engine does, or not alone."""
         cause = self.cause
-        if cause is None or cause.suspect.in_log or cause.suspect.rounds:
+        if cause is None or cause.suspect.in_log or cause.suspect.rounds or cause.among:
             return False
         large = left(self.ratio[0], cause.share) > MORE
         return not cause.full or (large and cause.share < CLEAR * beyond(self.ratio[0]))
@@ -107,7 +108,7 @@ class Verdict:
         elif suspect.in_log:
             text = f"{begins} is seen in its numbers, and alone explains {share} of it"
         else:
-            text = f"{begins} explains {share} of it"
+            text = f"{begins} explains {share} of it" + " in these" * bool(self.cause.among)
         if self.alike and not self.partial:
             text += f", and so does {self.alike}"
         return f"{text}: look at {suspect.mend}"
@@ -129,7 +130,8 @@ def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
     rest, gains = beyond(value), gap.tokens.change.mean() > GAIN
     named = [each for each in found if each.as_tested and (each.suspect.in_log or each.share > each.needed * rest)]
     named = [each for each in named if not (each.suspect.slope and gains)]
-    cause = max(named, key=lambda each: each.share, default=None)
+    own = [each for each in found if each.among]  # of sequences that are more than rounding, where others are not
+    cause = max([each for each in named if not each.among] or own, key=lambda each: each.share, default=None)
     if low > MORE or cause is not None or gap.far:
         far = () if low > MORE else gap.far[:SHOWN]
         return Verdict("more", ratio, cause, far=far, alike=as_good(cause, named))
@@ -159,18 +161,21 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
 
     Suspects that change a number a little may be below the noise, and are tested over all tokens of ``gap``, as are
     those that need no pass. Of the others only the best over its ``screened`` part are, as what they do is either there
-    or not. Where none explains SURE of the rest, what all blocks have in common is tried, then numbers are fitted.
-    Where no cause is found, or one that explains less, recipes are tried for a gap LARGER than rounding, and the scales
-    of layers for any. Where these do not explain CLEAR of it, whole blocks are tried; and unless one explains SURE of
-    it, places over the part: a block left out is much like its attention left out.
+    or not. A temperature that explains some of a gap is fitted. Where none explains SURE of the rest, what all blocks
+    have in common is tried, then numbers are fitted. Where no cause is found, or one that explains less, recipes are
+    tried for a gap LARGER than rounding, and the scales of layers for any. Where these do not explain CLEAR of it,
+    whole blocks are tried; and unless one explains SURE of it, places over the part: a block left out is much like its
+    attention left out.
     """
     part = screened(gap)
     whole = [suspect for suspect in directed.tried if suspect.slope or suspect.same_pass]
     others = [suspect for suspect in directed.tried if suspect not in whole]
     found = ranked([*grids(gap), *slopes(gap, whole, directed), *tested(gap, part, others, directed)])
     further: list[Slope] = []
-    if unexplained(gap, found, SURE):
-        further = tested(gap, part, directed.structure, directed)
+    if any(each.suspect.name == TEMPERED and each.certain and each.share > each.needed for each in found):
+        further = heated(gap, part, directed) if gap.ratio[0] > MORE else []
+    if unexplained(gap, [*found, *further], SURE):
+        further += tested(gap, part, directed.structure, directed)
     if unexplained(gap, [*found, *further], SURE):
         further += tested(gap, part, directed.in_one_block(further), directed)
     if unexplained(gap, [*found, *further], SURE):
@@ -184,7 +189,19 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         if unexplained(gap, [*found, *further], SURE):
             further += likely(part, part, directed.places, directed)
             further += tested(gap, part, directed.around(further), directed)
-    return found, ranked(further)
+    return found, [*ranked(further), *among(gap, [*found, *further], directed)]
+
+
+def among(gap: Gap, found: Sequence[Slope], directed: Directions) -> list[Slope]:
+    """The cause of those sequences of ``gap`` that are more than rounding by themselves, where others are not.
+
+    Empty if the whole gap has a cause among those ``found``, or these sequences have none.
+    """
+    if not 0 < len(gap.far) < len(gap.known) or judge(gap, found).cause is not None:
+        return []
+    some = gap.of(gap.far)
+    verdict = judge(some, [each for part in search(some, directed) for each in part])
+    return [] if verdict.cause is None or verdict.partial else [replace(verdict.cause, among=(*gap.far,))]
 
 
 def undecided(gap: Gap, found: Sequence[Slope]) -> bool:

@@ -46,7 +46,7 @@ class Scored:
             at = int(np.nanargmax(self.logprobs))
             raise ValueError(
                 f"a log-probability must be at most 0, got {self.logprobs[at]:.4g} at token {at}: are these "
-                "probabilities, or logits?"
+                "probabilities, logits, or negative log-likelihoods?"
             )
         if self.tops and len(self.tops) != len(self.tokens):
             raise ValueError(
@@ -78,7 +78,8 @@ def scored(tokens: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any] =
         if not isinstance(values, list):
             raise ValueError(f"{kind} must be a list, got {shortened(values)}")
     if strange := [token for token in tokens if type(token) is not int or not 0 <= token < LARGEST_TOKEN]:
-        raise ValueError(f"tokens must be numbers of a vocabulary, got {shortened(strange[0])}")
+        nested = ": write one sequence a line" * isinstance(strange[0], list)
+        raise ValueError(f"tokens must be whole numbers of a vocabulary, got {shortened(strange[0])}{nested}")
     if strange := [value for value in logprobs if value is not None and type(value) not in (int, float)]:
         raise ValueError(f"logprobs must be numbers or null, got {shortened(strange[0])}")
     if len(logprobs) == len(tokens) - 1 and logprobs[:1] != [None]:  # some leave the first entry out
@@ -122,14 +123,33 @@ def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
                 "an answer of vLLM must have the tokens of the prompt, got no prompt_token_ids: ask with "
                 '"return_token_ids": true and "prompt_logprobs": 0'
             )
-        given = choice.get("prompt_logprobs") or [None] * len(prompt)
-        if len(given) != len(prompt):
-            raise ValueError(f"prompt_logprobs must have an entry for each token, got {len(given)} for {len(prompt)}")
+        given = of_prompt(choice, prompt)
         values = [of_token(entry, token) for entry, token in zip(given, prompt)]
         after = choice.get("token_ids") or []
         following = (choice.get("logprobs") or {}).get("token_logprobs") or [None] * len(after)
         # Tokens that followed have texts as keys there.
         yield scored([*prompt, *after], [*values, *following], [*ranked(given), *([None] * len(after))])
+
+
+def of_prompt(found: Mapping[str, Any], prompt: Sequence[int]) -> list[Any]:
+    """The entries of prompt_logprobs that are ``found``, one for each token of the ``prompt``."""
+    given = found.get("prompt_logprobs") or [None] * len(prompt)
+    if len(given) != len(prompt):
+        raise ValueError(f"prompt_logprobs must have an entry for each token, got {len(given)} for {len(prompt)}")
+    return given
+
+
+def offline(line: Mapping[str, Any]) -> Iterator[Scored]:
+    """The sequences of a ``RequestOutput`` of vLLM's Python interface: prompt and, where there are some, what followed.
+
+    Its log-probabilities are entries by token.
+    """
+    prompt = line["prompt_token_ids"]
+    given = of_prompt(line, prompt)
+    for output in line.get("outputs") or [{}]:
+        after = output.get("token_ids") or []
+        tokens, entries = [*prompt, *after], [*given, *(output.get("logprobs") or [None] * len(after))]
+        yield scored(tokens, [*map(of_token, entries, tokens)], ranked(entries))
 
 
 def ranked(entries: Sequence[Mapping[str, Any] | None]) -> list[dict[str, float] | None]:
@@ -155,7 +175,13 @@ def of_token(entry: Mapping[str, Any] | None, token: int) -> float | None:
 def sglang(line: Mapping[str, Any]) -> Iterator[Scored]:
     """The sequence of an answer of SGLang: pairs of log-probability and token."""
     found = line["meta_info"]
-    pairs = [*(found.get("input_token_logprobs") or []), *(found.get("output_token_logprobs") or [])]
+    prompt = found.get("input_token_logprobs") or []
+    if len(prompt) < (found.get("prompt_tokens") or 0) - 1:
+        raise ValueError(
+            f"an answer of SGLang must have the tokens of its prompt, got {len(prompt)} of {found['prompt_tokens']}: "
+            'ask with "return_logprob": true and "logprob_start_len": 0'
+        )
+    pairs = [*prompt, *(found.get("output_token_logprobs") or [])]
     tops = [*aligned(found, "input"), *aligned(found, "output")]
     given = [{str(one[1]): one[0] for one in entry} if entry else None for entry in tops]
     yield scored([pair[1] for pair in pairs], [pair[0] for pair in pairs], given)
@@ -185,10 +211,12 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Scored]]] = {  # by th
     "choices": vllm,
     "meta_info": sglang,
     "completion_probabilities": llama_cpp,
+    "prompt_token_ids": offline,
 }
 
 FORMS = {
-    "plain": "a plain line", "vllm": "an answer of vLLM", "sglang": "an answer of SGLang",
+    "plain": "a plain line", "vllm": "an answer of vLLM", "offline": "an output of vLLM",
+    "sglang": "an answer of SGLang",
     "llama_cpp": "an answer of llama.cpp",
 }  # fmt: skip
 
@@ -214,6 +242,7 @@ def read(path: str | Path) -> list[Scored]:
     if not found:
         raise ValueError(f"a log must have at least one sequence, got {path} without any")
     require_varied(found, path)
+    require_single(found, path)
     return found
 
 
@@ -237,6 +266,16 @@ def require_varied(sequences: Sequence[Scored], path: str | Path) -> None:
         )
 
 
+def require_single(sequences: Sequence[Scored], path: str | Path) -> None:
+    """Raises ValueError if the log-probabilities of all ``sequences`` of ``path``, of some length, never rise."""
+    known = [each.logprobs[np.isfinite(each.logprobs)] for each in sequences]
+    if all((np.diff(values) <= 0).all() for values in known) and sum(map(len, known)) >= MANY * (1 + len(known)):
+        raise ValueError(
+            f"{path}: log-probabilities must be those of single tokens, got {known[0][0]:.4g} and none above the one "
+            "before it in any sequence: these are running sums, so write their differences"
+        )
+
+
 def of_line(text: str) -> list[Scored]:
     """The sequences of one line."""
     try:
@@ -245,9 +284,11 @@ def of_line(text: str) -> list[Scored]:
         ValueError,
         RecursionError,
     ) as error:  # numbers of too many digits and too deep lists are no JSONDecodeError
-        raise ValueError(f"a line must be one whole JSON object, got {shortened(text)} ({told(error)})") from None
+        raise ValueError(
+            f"a line must be one whole JSON object, got {shortened(text)} ({told(error)}): write one a line"
+        ) from None
     if not isinstance(line, dict):
-        raise ValueError(f"a line must be an object, one sequence or answer, got {shortened(line)}")
+        raise ValueError(f"a line must be an object, one sequence or answer, got {shortened(line)}: write one a line")
     return of_answer(line)
 
 

@@ -20,6 +20,7 @@ from fragility_engines.suspects.sampling import heated
 from fragility_engines.suspects.suspect import Suspect, assigning, change, having
 from fragility_engines.suspects.windows import CUTS, windows
 
+TEMPERED = "another temperature"
 PLACE = "something in "
 NO_CAP = 1e6  # as a softcap does nothing, and some configurations take no None
 
@@ -88,6 +89,7 @@ def alignments() -> Iterator[Suspect]:
     yield Suspect("log-probabilities taken one position too early", look, ahead=-1)
     yield Suspect("log-probabilities written one token too late", look, late=1)
     yield Suspect("log-probabilities written one token too early", look, late=-1)
+    yield Suspect("log-probabilities of the most probable tokens, not of the text's", look, top=True)
     for base in (2, 10):
         yield Suspect(f"a log in base {base}", "the unit of the log, which must be nats", unit=math.log(base))
 
@@ -138,9 +140,7 @@ def settings(model: PreTrainedModel) -> Iterator[Suspect]:
     if isinstance(getattr(config, "final_logit_softcapping", None), float):
         cap = [(config, "final_logit_softcapping")]
         yield Suspect("no softcap of logits", "final_logit_softcapping", change(cap, lambda _: NO_CAP))
-    yield Suspect(
-        "another temperature", "temperature, or a scale of logits", processed=partial(heated, 1.01), slope=True
-    )
+    yield Suspect(TEMPERED, "temperature, or a scale of logits", processed=partial(heated, 1.01), slope=True)
 
 
 def scales_of_norms(model: PreTrainedModel) -> Iterator[Suspect]:

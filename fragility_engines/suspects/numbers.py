@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from fragility_core.models.norms import epsilon_name
 from fragility_core.models.paths import attention_modules
 from fragility_engines.suspects.rotary import base_of, divided, frequencies, with_base
-from fragility_engines.suspects.suspect import Change, Suspect, change, having
+from fragility_engines.suspects.suspect import Suspect, change, having
 from fragility_engines.suspects.windows import fully_attending, seeing, without_first
 
 EPSILONS = tuple(10.0**-power for power in range(8, -1, -1))
@@ -31,16 +31,17 @@ class Number:
     """A number that an engine may have otherwise.
 
     ``name`` has a place for its value, and ``mend`` says what to look at. ``own`` is the model's value, or 1 for a
-    factor. The usual ``values`` are tried first. ``change`` gives the change of a model for a value. A ``whole`` number
-    is an integer.
+    factor. The usual ``values`` are tried first. ``change`` gives the change of a model for a value, or of its logits
+    if it ``processes`` these. A ``whole`` number is an integer.
     """
 
     name: str
     mend: str
     own: float
     values: tuple[float, ...]
-    change: Callable[[Any], Change]
+    change: Callable[[Any], Any]
     whole: bool = False
+    processes: bool = False
 
     @cached_property
     def usual(self) -> list[Suspect]:
@@ -51,7 +52,8 @@ class Number:
         """The suspect that the number has this ``value``."""
         value = round(value) if self.whole else value
         shown = value if self.whole else f"{value:.3g}"
-        return Suspect(self.name.format(shown), self.mend, self.change(value))
+        how = {"processed" if self.processes else "change": self.change(value)}
+        return Suspect(self.name.format(shown), self.mend, **how)
 
 
 def product(factor: float, own: float) -> float:

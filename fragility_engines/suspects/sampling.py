@@ -1,15 +1,41 @@
 """Suspects of log-probabilities from other logits than those of the model: made ready to draw a token, or changed."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from fragility_engines.suspects.numbers import Number
 from fragility_engines.suspects.suspect import Suspect
 
 MEND = "log-probabilities before sampling, not after (logprobs_mode, post_sampling_probs)"
+Processed = Callable[[Tensor, Tensor], Tensor]  # makes other logits (T, V) of those after tokens (T,)
+NONE = 1e-3  # a penalty that changes next to nothing
+LIKELY = 0.05, 0.1  # shares of the largest probability
 NUCLEUS = 1024  # most probable tokens among which the nucleus is looked for
+
+
+def temperature() -> Number:
+    """The temperature of an engine whose log-probabilities are those of drawing tokens."""
+    values = 0.3, 0.5, 0.7, 0.85, 1.15, 1.4, 1.8, 2.5
+    return Number("a temperature of {}", MEND, 1.0, values, lambda value: partial(heated, value), processes=True)
+
+
+def penalties() -> list[Number]:
+    """The penalties on tokens that were there; none is as good as NONE, as numbers are fitted by their logarithms."""
+    few, many = (1.02, 1.05, 1.1, 1.2, 1.5), (0.02, 0.1, 0.5, 1.0, 2.0)
+    kinds = (("repetition", 1.0, few, repeated), ("presence", NONE, many, present), ("frequency", NONE, many, frequent))
+    return [
+        Number(f"a {name} penalty of {{}}", MEND, own, values, partial(penalized, change), processes=True)
+        for name, own, values, change in kinds
+    ]
+
+
+def penalized(change: Callable[[float, Tensor, Tensor], Tensor], by: float) -> Processed:
+    """The ``change`` of logits ``by`` so large a penalty."""
+    return partial(change, by)
 
 
 def sampling() -> Iterator[Suspect]:
@@ -22,11 +48,37 @@ def sampling() -> Iterator[Suspect]:
         yield Suspect(
             f"log-probabilities among the tokens of {share:.0%} (top-p)", MEND, processed=partial(nucleus, share)
         )
-    for name, change in (("a repetition penalty", repeated), ("a presence penalty", present)):
-        yield Suspect(f"{name} in log-probabilities", MEND, processed=change, slope=True)
+    for share in LIKELY:
+        yield Suspect(
+            f"log-probabilities among tokens of {share:.0%} of the best one (min-p)",
+            MEND,
+            processed=partial(likely, share),
+        )
+    for name, change in (("repetition", partial(repeated, 1.01)), ("presence", partial(present, 0.01))):
+        yield Suspect(f"a {name} penalty in log-probabilities", MEND, processed=change, slope=True)
 
     for cap in (20.0, 30.0, 50.0):
         yield Suspect(f"a softcap of logits, {cap:g}", "final_logit_softcapping", processed=partial(capped, cap))
+
+
+def drawn(temperature: float) -> Iterator[Suspect]:
+    """Suspects of a ``temperature`` together with tokens that are left out before a token is drawn."""
+    left_out: dict[str, Processed] = {f"top-k {count}": partial(best, count) for count in (20, 40, 50)}
+    left_out |= {f"top-p {share:g}": partial(nucleus, share) for share in (0.8, 0.9, 0.95)}
+    left_out |= {f"min-p {share:g}": partial(likely, share) for share in LIKELY}
+    for name, leave in left_out.items():
+        both = partial(after, partial(heated, temperature), leave)
+        yield Suspect(f"a temperature of {temperature:g} and {name}", MEND, processed=both)
+
+
+def after(first: Processed, then: Processed, z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits ``z`` (T, V) as ``then`` makes them of those that ``first`` makes."""
+    return then(first(z, tokens), tokens)
+
+
+def likely(share: float, z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits ``z`` (T, V) of tokens with this ``share`` of the largest probability (min-p), and -inf of others."""
+    return z.masked_fill(z < z.amax(-1, keepdim=True) + math.log(share), -torch.inf)
 
 
 def capped(cap: float, z: Tensor, tokens: Tensor) -> Tensor:
@@ -59,11 +111,18 @@ def seen(z: Tensor, tokens: Tensor) -> Tensor:
     return places[:, None] >= first
 
 
-def repeated(z: Tensor, tokens: Tensor) -> Tensor:
-    """Logits ``z`` (T, V) with a repetition penalty of 1.01 on tokens that were there."""
-    return torch.where(seen(z, tokens), torch.where(z > 0, z / 1.01, z * 1.01), z)
+def repeated(by: float, z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits ``z`` (T, V) with a repetition penalty ``by`` a factor on tokens that were there."""
+    return torch.where(seen(z, tokens), torch.where(z > 0, z / by, z * by), z)
 
 
-def present(z: Tensor, tokens: Tensor) -> Tensor:
-    """Logits ``z`` (T, V) with a presence penalty of 0.01 on tokens that were there."""
-    return z - 0.01 * seen(z, tokens)
+def frequent(by: float, z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits ``z`` (T, V) that are less ``by`` a frequency penalty for each time that a token was there."""
+    counts = torch.zeros_like(z)
+    counts.scatter_(1, tokens[: len(z), None].to(z.device), 1.0)
+    return z - by * counts.cumsum(0)
+
+
+def present(by: float, z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits ``z`` (T, V) that are less ``by`` a presence penalty for tokens that were there."""
+    return z - by * seen(z, tokens)

@@ -24,12 +24,14 @@ class Suspect:
     ``name`` says what differs, and ``mend`` what to look at. In the context of ``change`` the model has other settings,
     or the context is another model.
     ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; of those before the first scored
+    ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; of those before the first scored
     one all but ``kept`` are left out, if given. ``processed`` makes other logits (T, V) of those after tokens (T,), and
     ``unit`` divides log-probabilities. Each token is scored ``ahead`` places behind the one that is right, and
-    log-probabilities stand ``late`` places after their own. A ``slope`` is a small change of a number, along which the
-    gap may have any size. A ``place`` is a branch of a block that is left out, for whatever is wrong in it; such
-    suspects are tried where no other explains a gap. One that ``rounds`` goes along a gap in part, as an engine's own
-    rounding is another draw. What is ``in_log`` can be seen in its numbers, and is sure.
+    log-probabilities stand ``late`` places after their own; if ``top``, they are those of the most probable tokens. A
+    ``slope`` is a small change of a number, along which the gap may have any size. A ``place`` is a branch of a block
+    that is left out, for whatever is wrong in it; such suspects are tried where no other explains a gap. One that
+    ``rounds`` goes along a gap in part, as an engine's own rounding is another draw. What is ``in_log`` can be seen in
+    its numbers, and is sure.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Suspect:
     unit: float = 1.0
     ahead: int = 0
     late: int = 0
+    top: bool = False
     slope: bool = False
     place: bool = False
     rounds: bool = False
@@ -74,7 +77,8 @@ def read(z: Tensor, tokens: Tensor, suspect: Suspect, norm: Tensor | None = None
     norm = log_sum(z) if norm is None else norm
     places = torch.arange(len(tokens) - 1, device=z.device) + suspect.ahead
     inside = places.clamp(0, len(tokens) - 1)
-    found = z[inside, tokens[1:].to(z.device)].double() - norm[inside]
+    chosen = z[inside].amax(-1) if suspect.top else z[inside, tokens[1:].to(z.device)]
+    found = chosen.double() - norm[inside]
     found = found.masked_fill((places < 0) | (places >= len(tokens)), torch.nan) / suspect.unit
     if not suspect.late:
         return found

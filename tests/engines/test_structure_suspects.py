@@ -150,8 +150,8 @@ def test_what_sampling_does_to_logits():
     assert p[0, 0] < 0.8 < p[0, :2].sum()
     assert nucleus(0.8, z, tokens).isfinite().sum(-1).tolist() == [2, 2]
     assert nucleus(0.6, z, tokens).isfinite().sum(-1).tolist() == [1, 1]
-    assert repeated(z, tokens).tolist() == [pytest.approx([2 / 1.01, 1, 0, -1]), pytest.approx([0, 1, 2, -1.01])]
-    assert present(z, tokens).tolist() == [pytest.approx([1.99, 1, 0, -1]), pytest.approx([-0.01, 1, 2, -1.01])]
+    assert repeated(1.01, z, tokens).tolist() == [pytest.approx([2 / 1.01, 1, 0, -1]), pytest.approx([0, 1, 2, -1.01])]
+    assert present(0.01, z, tokens).tolist() == [pytest.approx([1.99, 1, 0, -1]), pytest.approx([-0.01, 1, 2, -1.01])]
 
 
 def test_a_softcap_that_the_model_does_not_have_is_named():
