@@ -56,7 +56,8 @@ class Compared:
         """What a gap beyond rounding looks like, in words, where no suspect explains it, and what else may be tried."""
         if self.verdict.kind != "more" or not (self.verdict.cause is None or self.verdict.partial):
             return []
-        return [*described(patterns(self.gap)), *([] if self.checkpoint else [OTHER_WEIGHTS])]
+        found = patterns(self.gap)
+        return [*described(found), *([] if self.checkpoint or found["rows"] else [OTHER_WEIGHTS])]
 
 
 def numbers(gap: Gap) -> list[list[str]]:

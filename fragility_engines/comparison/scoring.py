@@ -123,8 +123,9 @@ def alike(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def joined(same: Sequence[Scale]) -> Scale:
-    """The first of scales that are the ``same``, with the names of all."""
-    return replace(same[0], name=" or ".join(sorted(scale.name for scale in same)))
+    """The first of scales that are the ``same``, with the names of all, and with what to look at for most of them."""
+    mend = max((scale.mend for scale in same), key=len)
+    return replace(same[0], name=" or ".join(sorted(scale.name for scale in same)), mend=mend)
 
 
 def scores(

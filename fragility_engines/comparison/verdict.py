@@ -83,7 +83,7 @@ class Verdict:
         if self.kind == "few":
             text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""
         if self.far:
-            text += f"; more than rounding by itself: sequence {', '.join(map(str, self.far))} of the log, from 0"
+            text += f"; more than rounding by itself: sequence {' and '.join(map(str, self.far))} (counted from 0)"
         if self.unchanged:
             text += f"; no number differs in {self.unchanged} of the sequences, which do not count"
         if self.kind == "less" and value > SAME:
@@ -172,8 +172,10 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     others = [suspect for suspect in directed.tried if suspect not in whole]
     found = ranked([*grids(gap), *slopes(gap, whole, directed), *tested(gap, part, others, directed)])
     further: list[Slope] = []
-    if any(each.suspect.name == TEMPERED and each.certain and each.share > each.needed for each in found):
-        further = heated(gap, part, directed) if gap.ratio[0] > MORE else []
+    if gap.ratio[0] > MORE and any(hot(each) and each.share > each.needed for each in found):
+        further = heated(gap, part, directed)
+        if judge(gap, further).cause is not None:  # beside it, what is linear in the temperature says no more
+            found = [each for each in found if not hot(each)]
     if unexplained(gap, [*found, *further], SURE):
         further += tested(gap, part, directed.structure, directed)
     if unexplained(gap, [*found, *further], SURE):
@@ -190,6 +192,11 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
             further += likely(part, part, directed.places, directed)
             further += tested(gap, part, directed.around(further), directed)
     return found, [*ranked(further), *among(gap, [*found, *further], directed)]
+
+
+def hot(found: Slope) -> bool:
+    """True if the suspect of a slope that was ``found`` is a small change of the temperature."""
+    return found.suspect.name == TEMPERED
 
 
 def among(gap: Gap, found: Sequence[Slope], directed: Directions) -> list[Slope]:

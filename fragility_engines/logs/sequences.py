@@ -269,7 +269,7 @@ def require_varied(sequences: Sequence[Scored], path: str | Path) -> None:
 def require_single(sequences: Sequence[Scored], path: str | Path) -> None:
     """Raises ValueError if the log-probabilities of all ``sequences`` of ``path``, of some length, never rise."""
     known = [each.logprobs[np.isfinite(each.logprobs)] for each in sequences]
-    if all((np.diff(values) <= 0).all() for values in known) and sum(map(len, known)) >= MANY * (1 + len(known)):
+    if all((np.diff(values) <= 0).all() for values in known) and sum(map(len, known)) >= MANY * max(2, len(known)):
         raise ValueError(
             f"{path}: log-probabilities must be those of single tokens, got {known[0][0]:.4g} and none above the one "
             "before it in any sequence: these are running sums, so write their differences"

@@ -19,20 +19,22 @@ from fragility_core.models.paths import block_of, is_norm
 from fragility_engines.suspects.suspect import Suspect
 
 STORED = ".weight"  # ends the path of a norm's stored weight, where the norm multiplies by 1 + weight
+HEAT = "the temperature, which does the same, and "
 MEND = "the weights there and their scales: how they are quantized, converted and loaded"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale of what ``layers`` give, each a ``part`` of a model; ``name`` says which."""
+    """The scale of what ``layers`` give, each a ``part`` of a model; ``name`` says which, ``mend`` what to look at."""
 
     name: str
     layers: tuple[str, ...]
+    mend: str = MEND
 
     def at(self, factor: float) -> Suspect:
         """The suspect that it is ``factor`` times its own."""
         name = f"the scale of {self.name}, {factor:.3g} times its own"
-        return Suspect(name, MEND, partial(scaled, self.layers, factor - 1), slope=True)
+        return Suspect(name, self.mend, partial(scaled, self.layers, factor - 1), slope=True)
 
 
 def scales(model: PreTrainedModel) -> list[Scale]:
@@ -50,8 +52,9 @@ def scales(model: PreTrainedModel) -> list[Scale]:
             if is_norm(layers[part.removesuffix(STORED)]):
                 stored = "stored weights of the " * part.endswith(STORED)
                 groups.setdefault(f"the {stored}norms of {found[0]}", []).append(part)
+    head = model.get_output_embeddings()
     return [
-        *(Scale(name, (part,)) for part, name in parts.items()),
+        *(Scale(name, (part,), HEAT * (layers.get(part) is head) + MEND) for part, name in parts.items()),
         *(Scale(name, tuple(found)) for name, found in groups.items() if len(found) > 1),
     ]
 

@@ -1,6 +1,7 @@
 """The gap of an engine, what rounding alone must give, and the slopes along suspects."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,8 @@ from fragility_engines.comparison.slopes import Directions, Slope, screened, slo
 from fragility_engines.comparison.verdict import judge
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import Facts, suspects
-from fragility_engines.suspects.suspect import Suspect, logprobs
+from fragility_engines.suspects.sampling import after, frequent, heated, likely, nucleus, repeated
+from fragility_engines.suspects.suspect import Suspect, logits, logprobs, read
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import get_recipe
 
@@ -124,7 +126,7 @@ def test_suspects_that_read_the_same_logits_need_no_pass_of_their_own(model, nat
     directed = Directions(model, native, tried)
     gap = measure(model, native, "bf16", seen=directed.see)
     seen = [suspect for suspect, number in directed.scores if number == 0]
-    assert {suspect.name for suspect in seen} == {each.name for each in tried if each.same_pass} and len(seen) == 7
+    assert {suspect.name for suspect in seen} == {each.name for each in tried if each.same_pass} and len(seen) == 8
     for suspect in seen:
         np.testing.assert_array_equal(directed(gap, suspect), Directions(model, native)(gap, suspect))
 
@@ -240,7 +242,7 @@ def test_the_verdict_follows_the_interval(observed, kind):
 def test_a_sequence_far_beyond_rounding_is_more_whatever_the_others_are():
     """One request with a fault, as by a wrong prefix in a cache, makes the interval wide; so does one window alone."""
     verdict = judge(made([1.0, 400.0, 0.9, 1.1], [1.0] * 4))
-    assert verdict.kind == "more" and verdict.far == [1] and "by itself: sequence 1 of the log" in verdict.line
+    assert verdict.kind == "more" and verdict.far == [1] and "by itself: sequence 1 (counted from 0)" in verdict.line
     assert judge(made([400.0], [1.0])).kind == "more"
     assert judge(made([400.0], [1.0], tokens=8)).kind == "few"  # so few tokens may be rare ones
     # Where a pass of the recipe is as far off, the prediction was too small.
@@ -406,3 +408,71 @@ def test_three_tokens_have_no_slope():
 def test_the_first_of_repeated_texts_counts_in_the_order_of_the_log(model, native):
     gap = measure(model, [native[0], native[1], native[0]], "bf16")
     assert [*gap.sequences.sequence] == [0, 1] and gap.repeated == 1
+
+
+def test_zeros_that_stand_for_no_number_are_refused(model, native):
+    """As of a trainer whose prompt has zeros. A sure token may have 0, and the best one of an engine that draws it."""
+    zeros = [replace(each, logprobs=np.where(np.arange(48) < 24, 0.0, each.logprobs)) for each in native]
+    with pytest.raises(ValueError, match="of 0 must be that of a sure token, got it at .*: .* so write null there"):
+        measure(model, zeros, "bf16")
+    few = [replace(each, logprobs=np.where(np.arange(48) == 5, 0.0, each.logprobs)) for each in native]
+    assert len(measure(model, few, "bf16").sequences) == 6
+
+
+def sampled(model, change):
+    """The log of an engine that changes its logits (T, V), and has no number for what it leaves out."""
+    low, found = random_model(model.config).bfloat16(), []
+    for window in WINDOWS:
+        values = read(change(logits(low, window), window), window, Suspect("", "")).numpy()
+        found.append(Scored(window.numpy(), np.concatenate([[np.nan], np.where(values < -50, np.nan, values)])))
+    return found
+
+
+SAMPLED = {
+    "a temperature of 0.8": partial(heated, 0.8),
+    "a temperature of 0.7 and top-p 0.9": partial(after, partial(heated, 0.7), partial(nucleus, 0.9)),
+    "a frequency penalty of 0.5": partial(frequent, 0.5),
+    "a repetition penalty of 1.3": partial(repeated, 1.3),
+    "log-probabilities among tokens of 5% of the best one (min-p)": partial(likely, 0.05),
+}
+
+
+@pytest.mark.parametrize("cause", SAMPLED)
+def test_how_tokens_are_drawn_is_named_with_its_numbers(model, cause):
+    log = sampled(model, SAMPLED[cause])
+    directed = Directions(model, log, suspects(model, Facts.of(log, 0)))
+    gap = measure(model, log, "bf16", seen=directed.see)
+    verdict = judge(gap, [*explained(gap, directed)[0], *explained(gap, directed)[1]])
+    name, _, number = cause.rpartition(" ")
+    found, _, size = verdict.cause.suspect.name.rpartition(" ")
+    assert found == name and (size == number or float(size) == pytest.approx(float(number), rel=0.05)), verdict.line
+
+
+def test_log_probabilities_of_the_most_probable_tokens_are_named(model):
+    low, greedy = random_model(LLAMA).bfloat16(), Suspect("", "", top=True)
+    log = engine(lambda window: read(logits(low, window), window, greedy))
+    directed = Directions(model, log, suspects(model, Facts.of(log, 0)))
+    found, further = explained(gap := measure(model, log, "bf16", seen=directed.see), directed)
+    assert "of the most probable tokens, not of the text's" in judge(gap, [*found, *further]).line
+
+
+def test_rows_in_another_order_are_told(model, native):
+    """As of a batch whose answers come in the order in which they end."""
+    moved = [replace(each, logprobs=native[(number + 1) % 3].logprobs) for number, each in enumerate(native[:3])]
+    signs = patterns(measure(model, moved, "bf16"))
+    assert signs["rows"] == {0: 1, 1: 2, 2: 0}
+    assert "sequence 0 (from 0) are those of sequence 1" in " ".join(described(signs))
+    assert patterns(measure(model, native, "bf16"))["rows"] == {}
+
+
+def test_a_cause_of_some_sequences_is_named_for_these(model, native):
+    """Two requests came with a temperature of their own."""
+    low = random_model(LLAMA).bfloat16()
+    hot = engine(lambda window: logprobs(low, window, 0.6))
+    mixed = [*hot[:2], *native[2:]]
+    directed = Directions(model, mixed, suspects(model, Facts.of(mixed, 0)))
+    gap = measure(model, mixed, "bf16", seen=directed.see)
+    found, further = explained(gap, directed)
+    verdict = judge(gap, [*found, *further])
+    assert gap.far == [0, 1] and verdict.cause.among == (0, 1) and not verdict.partial
+    assert "a temperature of 0.6" in verdict.cause.suspect.name and "of it in these: look at" in verdict.line

@@ -36,6 +36,16 @@ FORMS = {
             }
         ]
     },
+    "vLLM, its Python interface": {
+        "prompt_token_ids": TOKENS[:2],
+        "prompt_logprobs": [None, {"7": {"logprob": -0.5, "rank": 1}}],
+        "outputs": [
+            {
+                "token_ids": TOKENS[2:],
+                "logprobs": [{str(t): {"logprob": v, "rank": 1}} for t, v in zip(TOKENS[2:], VALUES[2:])],
+            }
+        ],
+    },
     "SGLang": {"meta_info": {"input_token_logprobs": [[v, t, None] for t, v in zip(TOKENS, VALUES)]}},
     "SGLang, answer": {
         "meta_info": {
@@ -84,6 +94,19 @@ def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path)
         ({"tokens": [True, 2], "logprobs": [None, -1]}, "numbers of a vocabulary, got True"),
         ({"tokens": "ab", "logprobs": [None, -1]}, "tokens must be a list"),
         ({"tokens": [1, 2], "logprobs": [None, "-1"]}, "numbers or null, got '-1'"),
+        ({"tokens": [[1, 2]], "logprobs": [[None, -1]]}, "got [1, 2]: write one sequence a line"),
+        (
+            [{"tokens": [1, 2], "logprobs": [None, -1]}],
+            "a line must be an object, one sequence or answer, got [{'tokens': [1, 2], 'logprobs': [",
+        ),
+        (
+            {"meta_info": {"prompt_tokens": 32, "output_token_logprobs": [[-1.0, 3, None], [-2.0, 4, None]]}},
+            'the tokens of its prompt, got 0 of 32: ask with "return_logprob": true and "logprob_start_len": 0',
+        ),
+        (
+            {"prompt_token_ids": [1, 2, 3], "prompt_logprobs": [None, {"2": {"logprob": -1.0}}]},
+            "prompt_logprobs must have an entry for each token, got 2 for 3",
+        ),
         ('{"tokens": [1, 2], "logprobs": [null, -Infinity]}', "from -1000 to 0, got -inf at token 1: write null"),
         ('{"tokens": [1, 2, 3], "logprobs": [null, -1, NaN]}', "from -1000 to 0, got nan at token 2: write null"),
         ({"tokens": TOKENS, "logprobs": [None, -1, -9999.0, -1]}, "from -1000 to 0, got -9999.0 at token 2"),
@@ -156,7 +179,7 @@ def test_what_is_written_is_read_as_it_was(tmp_path_factory, sequences):
 
 
 def test_the_forms_are_told_apart_by_one_key_each():
-    assert len(READERS) == len({*READERS.values()}) == 4
+    assert len(READERS) == len({*READERS.values()}) == 5
 
 
 TOPS = [None, {7: -0.5, 5: -1.5}, {7: -2.25, 2: -0.25}, {1: -0.125}]
@@ -236,3 +259,14 @@ def test_values_that_do_not_vary_are_no_log_probabilities(tmp_path, value):
     assert read(written([1, 2, 3, 4, 5, 6], [*4 * [value], -1.0]))
     assert read(written([1, 2, 3, 4, 5, 6], 5 * [value], lines=1))  # so few may be alike
     assert read(written([7] * 6, 5 * [value]))  # a text that says one thing again and again
+
+
+def test_running_sums_are_refused(tmp_path):
+    """As of an engine's cumulative_logprob; log-probabilities of single tokens rise somewhere."""
+    values = [-1.0, -2.5, -2.75, -4.0, -4.125, -9.0, -9.5, -11.0, -12.0]
+    sums = {"tokens": [*range(1, 11)], "logprobs": [None, *values]}
+    with pytest.raises(ValueError, match="got -1 and none above the one before it in any sequence: these are running"):
+        read(written(tmp_path, sums, sums))
+    assert len(read(written(tmp_path, sums))) == 1  # so few may fall by chance
+    mixed = {"tokens": sums["tokens"], "logprobs": [None, *values[:-1], -10.0]}
+    assert len(read(written(tmp_path, sums, mixed))) == 2
