@@ -16,6 +16,7 @@ from fragility_engines.comparison.gap import Gap
 from fragility_engines.logs import tops
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.suspect import log_sum, logits
+from fragility_lab.running.environment import progress
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
@@ -168,7 +169,7 @@ def measure(
     probes = min(MOST, -(-ENOUGH // sum(len(pair.known) for pair in pairs))) if probes is None else probes
     yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
     rows, totals, shares, predictions, unscored = [], [], [], [], [0]
-    for pair in pairs:
+    for pair in progress(pairs, desc="predicting and measuring", leave=False, disable=None):  # in a terminal alone
         prediction = yardstick.predict(pair.each, pair.known)
         predictions.append(prediction)
         square, by_site = expected(prediction, twice=two)

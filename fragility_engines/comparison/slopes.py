@@ -25,6 +25,7 @@ from fragility_engines.suspects.sampling import penalties, sampling
 from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.structure import around, in_one_block, runs, structure
 from fragility_engines.suspects.suspect import Suspect, read, scores
+from fragility_lab.running.environment import progress
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
 
@@ -235,7 +236,8 @@ def beside_line(values: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope]:
     """The ``slope`` of every suspect that is ``tried``, those that explain most first."""
-    return ranked(slope(gap, suspect, directed(gap, suspect)) for suspect in tried)
+    bar = progress([*tried], desc="trying suspects", leave=False, disable=None)  # in a terminal alone
+    return ranked(slope(gap, suspect, directed(gap, suspect)) for suspect in bar)
 
 
 def ranked(found: Iterable[Slope]) -> list[Slope]:
