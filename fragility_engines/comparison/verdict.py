@@ -22,6 +22,7 @@ APPOSED = re.compile(r"(, \S+ times its own)\b")  # a number beside a name
 CODE = re.compile(r"\w+[_.]|\w+ of all blocks")  # a name in the model, which has its own case
 BETWEEN_COMMAS = r"\1,"
 ALIKE = 1.05  # times what the cause leaves of a gap: another that leaves less is as good
+WHOLE = 0.99  # share for a way to read logits: a softcap is much like a temperature
 CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place; less is only like the gap
 
 KINDS = {
@@ -219,10 +220,11 @@ def undecided(gap: Gap, found: Sequence[Slope]) -> bool:
 def unexplained(gap: Gap, found: Sequence[Slope], share: float) -> bool:
     """True if ``gap`` is more than rounding, and no suspect that was ``found`` explains this ``share`` of the rest.
 
-    Another temperature is exact at its size, as it reads the same logits: it needs CLEAR alone.
+    What reads the same logits is exact: it needs CLEAR alone where it is linear, as in a temperature, and else WHOLE.
     """
     verdict = judge(gap, found)
     if verdict.kind != "more" or verdict.cause is None:
         return verdict.kind == "more"
-    least = min(share, CLEAR) if verdict.cause.suspect.same_pass else share
-    return not verdict.cause.full or verdict.cause.share <= least * beyond(verdict.ratio[0])
+    if verdict.cause.suspect.same_pass:
+        share = min(share, CLEAR) if verdict.cause.suspect.slope else max(share, WHOLE)
+    return not verdict.cause.full or verdict.cause.share <= share * beyond(verdict.ratio[0])

@@ -45,7 +45,7 @@ def test_native_bf16_is_rounding_and_another_temperature_is_named(tmp_path, outp
     other = log(tmp_path / "b.jsonl", windows, lambda w: logprobs(native, w, 1.1))
     main(["--log", other, "--model", MODEL, "--results", "b"])
     printed = capsys.readouterr().out
-    assert printed.startswith("more than rounding") and "Another temperature explains" in printed
+    assert printed.startswith("more than rounding") and "A temperature of 1.1 explains" in printed
     page = (outputs / "b" / "comparison.html").read_text()
     assert "explains the gap" in page and str(tmp_path) not in page
 
@@ -67,7 +67,7 @@ def test_an_eager_engine_is_compared_as_one_and_so_are_parts_in_fp32(tmp_path, o
 def test_an_interrupt_ends_with_a_line_and_leaves_no_page(tmp_path, windows):
     """In a process of its own, at moments after it began to import PyTorch, of a log that is long for any machine."""
     path = tmp_path / "log.jsonl"
-    write(path, [Scored(np.tile(w.numpy(), 8), -np.linspace(1, 2, 8 * len(w))) for w in windows] * 16)
+    write(path, [Scored(np.tile(w.numpy(), 8), -1.5 - 0.5 * np.cos(np.arange(8 * len(w)))) for w in windows] * 16)
     name = f"interrupted-{os.getpid()}"
     command = [sys.executable, "-X", "importtime", "-m", "fragility_engines"]  # every import is a line of stderr
     command += ["--log", str(path), "--model", MODEL, "--results", name]
@@ -98,7 +98,8 @@ def test_two_engines_are_compared_and_the_one_with_a_fault_is_named(tmp_path, ou
     hot = log(tmp_path / "hot.jsonl", windows, lambda w: logprobs(native, w, 1.05))
     for first, second, owner, cause in (
         (wrong, right, "LOG (wrong.jsonl)", BOS), (right, wrong, "AGAINST (wrong.jsonl)", BOS),
-        (right, hot, "AGAINST (hot.jsonl)", "temperature"), (hot, right, "LOG (hot.jsonl)", "temperature"),
+        (right, hot, "AGAINST (hot.jsonl)", "temperature of 1.05"),
+        (hot, right, "LOG (hot.jsonl)", "temperature of 1.05"),
     ):  # fmt: skip
         main(["--log", first, "--against", second, "--model", MODEL])
         printed = capsys.readouterr().out
