@@ -60,8 +60,10 @@ def compare(
     engines = (f"LOG ({shown(log)})", f"AGAINST ({shown(against)})")
     found, further = explained(gap, directed, engines)
     gap, verdict = as_eager(loaded, gap, judge(gap, [*found, *further]), measured)
-    with nullcontext() if verdict.fused is None else eager(loaded):
-        wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
+    wider = []
+    if verdict.kind != "more":  # else the fault comes first
+        with nullcontext() if verdict.fused is None else eager(loaded):
+            wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
     names = (shown(log), shown(model), shown(against))
     return Compared(*names, gap, found, further, verdict, len(directed.tried), wider, shown(checkpoint))
 

@@ -53,7 +53,7 @@ class Slope:
     of the squared gap that goes with this size along the direction. ``whole`` is the RMS of the gap over that of the
     direction and the predicted rounding together. Between ``two`` engines the size is -1 where the
     reference does what the suspect does. ``owner`` is then the one of the two that does. If the gap is that of some
-    sequences alone, they are ``among``.
+    tokens alone, ``where`` says in words which.
     """
 
     suspect: Suspect
@@ -64,7 +64,7 @@ class Slope:
     two: bool = False
     owner: str = ""
     whole: float = np.nan
-    among: tuple[int, ...] = ()
+    where: str = ""
 
     @property
     def least(self) -> float:

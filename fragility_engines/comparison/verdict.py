@@ -10,8 +10,8 @@ from fragility_engines.comparison.fitting import fitted, heated
 from fragility_engines.comparison.gap import LESS, MORE, SURE, Gap, beyond, left
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.scoring import scored
-from fragility_engines.comparison.signs import GAIN
-from fragility_engines.comparison.slopes import Directions, Slope, likely, ranked, screened, slopes, tested
+from fragility_engines.comparison.signs import GAIN, LOUD, begins
+from fragility_engines.comparison.slopes import Directions, Slope, likely, ranked, screened, slope, slopes, tested
 from fragility_engines.suspects.catalogue import TEMPERED
 from fragility_engines.suspects.recipes import recipes
 
@@ -58,7 +58,7 @@ class Verdict:
     def partial(self) -> bool:
         """True if the cause leaves more than rounding: it is only like what the engine does, or not alone."""
         cause = self.cause
-        if cause is None or cause.suspect.in_log or cause.suspect.rounds or cause.among:
+        if cause is None or cause.suspect.in_log or cause.suspect.rounds or cause.where:
             return False
         large = left(self.ratio[0], cause.share) > MORE
         return not cause.full or (large and cause.share < CLEAR * beyond(self.ratio[0]))
@@ -109,7 +109,7 @@ class Verdict:
         elif suspect.in_log:
             text = f"{begins} is seen in its numbers, and alone explains {share} of it"
         else:
-            text = f"{begins} explains {share} of it" + " in these" * bool(self.cause.among)
+            text = f"{begins} explains {share} of it" + f" {self.cause.where}" * bool(self.cause.where)
         if self.alike and not self.partial:
             text += f", and so does {self.alike}"
         return f"{text}: look at {suspect.mend}"
@@ -131,8 +131,8 @@ def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
     rest, gains = beyond(value), gap.tokens.change.mean() > GAIN
     named = [each for each in found if each.as_tested and (each.suspect.in_log or each.share > each.needed * rest)]
     named = [each for each in named if not (each.suspect.slope and gains)]
-    own = [each for each in found if each.among]  # of sequences that are more than rounding, where others are not
-    cause = max([each for each in named if not each.among] or own, key=lambda each: each.share, default=None)
+    own = [each for each in found if each.where]
+    cause = max([each for each in named if not each.where] or own, key=lambda each: each.share, default=None)
     if low > MORE or cause is not None or gap.far:
         far = () if low > MORE else gap.far[:SHOWN]
         return Verdict("more", ratio, cause, far=far, alike=as_good(cause, named))
@@ -192,7 +192,9 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         if unexplained(gap, [*found, *further], SURE):
             further += likely(part, part, directed.places, directed)
             further += tested(gap, part, directed.around(further), directed)
-    return found, [*ranked(further), *among(gap, [*found, *further], directed)]
+    if judge(gap, [*found, *further]).cause is None:
+        further += first_tokens(gap, directed) or some_sequences(gap, directed)
+    return found, ranked(further)
 
 
 def hot(found: Slope) -> bool:
@@ -200,16 +202,34 @@ def hot(found: Slope) -> bool:
     return found.suspect.name == TEMPERED
 
 
-def among(gap: Gap, found: Sequence[Slope], directed: Directions) -> list[Slope]:
+def first_tokens(gap: Gap, directed: Directions) -> list[Slope]:
+    """The slope along another checkpoint where the engine had it up to a position: it got its weights while it ran.
+
+    Empty if it is not so. Later tokens have keys and values of both.
+    """
+    if directed.other is None:
+        return []
+    suspect = next(directed.other.suspects())
+    along = directed(gap, suspect)
+    end = begins(replace(gap, tokens=gap.tokens.assign(change=gap.tokens.change - along)))
+    early = (gap.tokens.position < end).to_numpy()
+    squares = (gap.tokens[["change", "rounding"]][early] ** 2).sum()
+    if not early.any() or squares.change < LOUD**2 * squares.rounding:
+        return []
+    found = slope(replace(gap, tokens=gap.tokens[early]), suspect, along[early])
+    return [replace(found, where=f"before position {end}")] if found.as_tested else []
+
+
+def some_sequences(gap: Gap, directed: Directions) -> list[Slope]:
     """The cause of those sequences of ``gap`` that are more than rounding by themselves, where others are not.
 
-    Empty if the whole gap has a cause among those ``found``, or these sequences have none.
+    Empty if these sequences have none.
     """
-    if not 0 < len(gap.far) < len(gap.known) or judge(gap, found).cause is not None:
+    if not 0 < len(gap.far) < len(gap.known):
         return []
     some = gap.of(gap.far)
     verdict = judge(some, [each for part in search(some, directed) for each in part])
-    return [] if verdict.cause is None or verdict.partial else [replace(verdict.cause, among=(*gap.far,))]
+    return [] if verdict.cause is None or verdict.partial else [replace(verdict.cause, where="in these")]
 
 
 def undecided(gap: Gap, found: Sequence[Slope]) -> bool:

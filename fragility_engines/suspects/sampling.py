@@ -12,6 +12,7 @@ from fragility_engines.suspects.suspect import Suspect
 
 MEND = "log-probabilities before sampling, not after (logprobs_mode, post_sampling_probs)"
 Processed = Callable[[Tensor, Tensor], Tensor]  # makes other logits (T, V) of those after tokens (T,)
+PADDED = (16, 64, 128, 256, 512, 1024, 4096)
 NONE = 1e-3  # a penalty that changes next to nothing
 LIKELY = 0.05, 0.1  # shares of the largest probability
 NUCLEUS = 1024  # most probable tokens among which the nucleus is looked for
@@ -24,13 +25,25 @@ def temperature() -> Number:
 
 
 def penalties() -> list[Number]:
-    """The penalties on tokens that were there; none is as good as NONE, as numbers are fitted by their logarithms."""
+    """The penalties on tokens that were there, and rows of padding in the softmax.
+
+    None is as good as NONE, as numbers are fitted by their logarithms.
+    """
     few, many = (1.02, 1.05, 1.1, 1.2, 1.5), (0.02, 0.1, 0.5, 1.0, 2.0)
     kinds = (("repetition", 1.0, few, repeated), ("presence", NONE, many, present), ("frequency", NONE, many, frequent))
+    rows = "the rows of the head beyond the vocabulary: they must be masked"
     return [
-        Number(f"a {name} penalty of {{}}", MEND, own, values, partial(penalized, change), processes=True)
-        for name, own, values, change in kinds
+        *(
+            Number(f"a {name} penalty of {{}}", MEND, own, values, partial(penalized, change), processes=True)
+            for name, own, values, change in kinds
+        ),
+        Number("{} rows of padding with logits 0 in the softmax", rows, 1.0, PADDED, padded, True, True),
     ]
+
+
+def padded(count: float) -> Processed:
+    """The change of logits (T, V) that adds ``count`` tokens whose logits are 0: one with the probability of all."""
+    return lambda z, tokens: torch.cat([z, torch.full_like(z[:, :1], math.log(count))], 1)
 
 
 def penalized(change: Callable[[float, Tensor, Tensor], Tensor], by: float) -> Processed:

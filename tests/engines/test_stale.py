@@ -10,7 +10,7 @@ from test_main import log
 from test_structure_suspects import SIZES, model_of
 from tiny import random_model
 from torch import nn
-from transformers import LlamaConfig
+from transformers import DynamicCache, LlamaConfig
 
 from fragility_engines.__main__ import main
 from fragility_engines.comparison import compare
@@ -88,6 +88,30 @@ def test_a_stage_of_a_pipeline_is_named():
         _, verdict = ground.judged(engine)
         name = f"model.layers.{first} to model.layers.{last} from the checkpoint {NAME}"
         assert verdict.cause is not None and verdict.cause.suspect.name == name, verdict.line
+
+
+def test_weights_that_came_while_the_engine_ran_are_named_with_the_position():
+    """As of a policy that is updated in flight: keys and values of the first tokens are those of the old weights."""
+    model = model_of("qwen2", 2)
+    ground, other = ground_of(model, 0.05)
+
+    def run(model, windows):
+        new, old, found = copy.deepcopy(model).bfloat16(), copy.deepcopy(other).bfloat16(), []
+        for window in windows:
+            cache = DynamicCache(config=model.config)
+            parts = [
+                low(part[None], past_key_values=cache).logits[0]
+                for low, part in ((old, window[:24]), (new, window[24:]))
+            ]
+            z = torch.cat(parts).float().log_softmax(-1)[:-1]
+            found.append(z.gather(-1, window[1:, None])[:, 0])
+        return torch.stack(found)
+
+    with torch.no_grad():
+        _, verdict = ground.judged(Variation(NAME, run))
+    assert f"The checkpoint {NAME} explains" in verdict.line and "of it before position 25:" in verdict.line, (
+        verdict.line
+    )
 
 
 def test_weights_of_the_same_places_are_one_suspect():
