@@ -45,14 +45,18 @@ def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
 def heated(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     """The slope of ``gap`` along the temperature that leaves least of its ``part``, alone or with tokens left out.
 
-    An engine that leaves out other tokens than it scored would have no number there.
+    An engine that leaves out other tokens than it scored would have no number there. What the fp32 model leaves out, at
+    the edge, is not explained: if that is too much, the temperature alone is there as well.
     """
     number = temperature()
     value = nearest(part, number, [unexplained(part, suspect, directed) for suspect in number.usual], directed)
     tried = [number.at(value), *drawn(max(round(value / NICE), 1) * NICE)]
     tried = [suspect for suspect in tried if np.isfinite(directed(part, suspect)).mean() > KNOWN]
     best = min(tried, key=lambda suspect: unexplained(part, suspect, directed))
-    return slopes(gap, [best], directed)
+    (found,) = slopes(gap, [best], directed)
+    if found.as_tested and found.share > found.needed * beyond(gap.ratio[0]):
+        return [found]
+    return slopes(gap, [best, number.at(value)], directed)
 
 
 def nearest(part: Gap, number: Number, left: Sequence[float], directed: Directions) -> float:
