@@ -22,7 +22,7 @@ APPOSED = re.compile(r"(, \S+ times its own)\b")  # a number beside a name
 CODE = re.compile(r"\w+[_.]|\w+ of all blocks")  # a name in the model, which has its own case
 BETWEEN_COMMAS = r"\1,"
 ALIKE = 1.05  # times what the cause leaves of a gap: another that leaves less is as good
-WHOLE = 0.97  # share for a way to read logits: a softcap is much like a temperature
+WHOLE = 0.955  # share for a way to read logits: a temperature has 0.95 of what a softcap does
 CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place; less is only like the gap
 
 KINDS = {
