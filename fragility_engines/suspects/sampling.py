@@ -34,7 +34,7 @@ def penalties() -> list[Number]:
     rows = "the rows of the head beyond the vocabulary: they must be masked"
     return [
         *(
-            Number(f"a {name} penalty of {{}}", MEND, own, values, partial(penalized, change), processes=True)
+            Number(f"a {name} penalty of {{}}", MEND, own, values, partial(partial, change), processes=True)
             for name, own, values, change in kinds
         ),
         Number("{} rows of padding with logits 0 in the softmax", rows, 1.0, PADDED, padded, True, True),
@@ -44,11 +44,6 @@ def penalties() -> list[Number]:
 def padded(count: float) -> Processed:
     """The change of logits (T, V) that adds ``count`` tokens whose logits are 0: one with the probability of all."""
     return lambda z, tokens: torch.cat([z, torch.full_like(z[:, :1], math.log(count))], 1)
-
-
-def penalized(change: Callable[[float, Tensor, Tensor], Tensor], by: float) -> Processed:
-    """The ``change`` of logits ``by`` so large a penalty."""
-    return partial(change, by)
 
 
 def sampling() -> Iterator[Suspect]:

@@ -91,7 +91,9 @@ def load_model(
     """
     require_exact_products()
     folder, spread = located(name, weights=True), device == SPREAD or isinstance(device, dict)
-    require_room(f"the model {name!r}", 4 * sum(prod(x.shape) for x in require_numbers(Path(folder), name).values()))
+    stored = require_numbers(Path(folder), name)
+    if not spread:  # else parts go to their GPUs
+        require_room(f"the model {name!r}", 4 * sum(prod(x.shape) for x in stored.values()))
     with Wanted("model", name), quiet_loading():
         model, info = auto_class.from_pretrained(
             folder, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,

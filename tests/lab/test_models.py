@@ -175,3 +175,10 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must be finite in fp32, but those of .* are not in h.1.mlp.c_fc.weight"):
         load_model(str(tmp_path))
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_unless_it_is_spread_over_gpus(monkeypatch):
+    monkeypatch.setattr("fragility_offload.memory.free_memory", lambda device: 10**6)
+    with pytest.raises(ValueError, match="the model 'embedded' must fit into memory and takes .* close other programs"):
+        load_model("embedded")
+    load_model("embedded", {"": "cpu"})
