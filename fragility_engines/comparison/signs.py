@@ -93,6 +93,13 @@ def described(found: dict[str, Any]) -> list[str]:
     return texts
 
 
+def begin_rows(gap: Gap) -> list[int]:
+    """The sequences that may be the first of a packed row: 0, and those whose own change is nearly rounding."""
+    columns = ["predicted"] if gap.two else ["predicted", "emulated"]
+    calm = gap.known.observed < LOUD**2 * gap.known[columns].max(axis=1)
+    return sorted({0, *map(int, gap.known.sequence[calm])})
+
+
 def rows_of_others(gap: Gap) -> dict[int, int]:
     """Sequences whose log-probabilities are those of another one, as of a batch in another order, and that one."""
     rows = dict([*gap.tokens.groupby("sequence")])

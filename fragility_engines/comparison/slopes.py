@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.models.paths import block_of, block_paths
 from fragility_engines.comparison.gap import LESS, MORE, Gap
+from fragility_engines.comparison.signs import begin_rows
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import PLACE, places
 from fragility_engines.suspects.numbers import Number, numbers
@@ -24,7 +25,8 @@ from fragility_engines.suspects.rotary import cut
 from fragility_engines.suspects.sampling import penalties, sampling
 from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.structure import around, in_one_block, runs, structure
-from fragility_engines.suspects.suspect import Suspect, read, scores
+from fragility_engines.suspects.suspect import Suspect, Window, read, scores
+from fragility_engines.suspects.windows import packed
 from fragility_lab.running.environment import progress
 
 Directed = Callable[[Gap, Suspect], np.ndarray]  # the direction of a suspect over the tokens of a gap
@@ -148,6 +150,10 @@ class Directions:
         """The suspects of what all blocks have in common, and of what sampling does to logits."""
         return [*structure(self.model), *sampling()]
 
+    def packed(self, gap: Gap) -> list[Suspect]:
+        """The suspects of sequences that see those before them, where ``gap`` tells with which a row begins."""
+        return packed(self.model, [len(each.tokens) for each in self.sequences], begin_rows(gap))
+
     def in_one_block(self, found: Sequence[Slope]) -> list[Suspect]:
         """The suspects of single blocks like those of all blocks that were ``found`` in part along a gap."""
         along = [each.suspect.name for each in found if each.certain and each.share > ALONG][:BLOCKWISE]
@@ -199,7 +205,10 @@ class Directions:
             if len(self.scores.get((suspect, number), ())) < last:
                 each = self.sequences[number]
                 first = int(np.flatnonzero(np.isfinite(each.logprobs[1:]))[0]) + 1
-                windows[number] = torch.from_numpy(cut(self.model, each.tokens, last + 1)).to(device), first
+                count = suspect.before[number] if suspect.before else 0
+                before = [torch.from_numpy(one.tokens).to(device) for one in self.sequences[number - count : number]]
+                tokens = torch.from_numpy(cut(self.model, each.tokens, last + 1)).to(device)
+                windows[number] = Window(tokens, first, before)
         for number, found in zip(windows, scores(self.model, [*windows.values()], suspect) if windows else ()):
             self.scores[suspect, number] = found.cpu().numpy()
 

@@ -178,6 +178,8 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         if judge(gap, further).cause is not None:  # beside it, what is linear in the temperature says no more
             found = [each for each in found if not hot(each)]
     if unexplained(gap, [*found, *further], SURE):
+        further += slopes(gap, directed.packed(gap), directed)
+    if unexplained(gap, [*found, *further], SURE):
         further += tested(gap, part, directed.structure, directed)
     if unexplained(gap, [*found, *further], SURE):
         further += tested(gap, part, directed.in_one_block(further), directed)

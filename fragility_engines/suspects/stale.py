@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from fragility_core.models.paths import block_of, is_norm
 from fragility_engines.suspects.numbers import Number
 from fragility_engines.suspects.structure import LOADED, Values, new
-from fragility_engines.suspects.suspect import Suspect, assigned, assigning
+from fragility_engines.suspects.suspect import Change, Suspect, Window, assigned, assigning
 from fragility_lab.diagnosis.settings import differing, in_words
 from fragility_lab.inputs.checkpoints import load_config
 from fragility_lab.inputs.offloaded import load_beside, require_fitting
@@ -87,6 +87,11 @@ class Checkpoint:
         """
         look = "which weights the engine was given last, and whether it merged the adapter"
         yield Suspect(f"the checkpoint {self.name}", look, assigning(self.values))
+        yield Suspect(
+            f"keys and values of the prompt from the checkpoint {self.name}",
+            "whether the prefix cache is emptied when the engine is given new weights",
+            run=partial(after_prompt, assigning(self.values)),
+        )
         groups, known = dict[str, Values](), {places_of(self.values)}
         outside = {path: values for path, values in self.weights.items() if block_of(path) is None}
         for (one, some), (other, more) in combinations(outside.items(), 2):
@@ -124,6 +129,22 @@ class Checkpoint:
             "the scale of the adapter (alpha / r), and whether it is merged twice",
             1.0, TIMES, lambda factor: partial(away, self.values, factor),
         )  # fmt: skip
+
+
+def after_prompt(change: Change, model: PreTrainedModel, window: Window) -> Tensor | None:
+    """The logits (T, V) of a ``window`` with the cache of its prompt from a model with ``change``; None without one.
+
+    The last token of the prompt gives the first scored one its logits, and is run with the rest.
+    """
+    prompt, rest = window.tokens[None].split([window.first - 1, len(window.tokens) - window.first + 1], 1)
+    if not prompt.numel():
+        return None
+    with change(model):
+        before = model(prompt, use_cache=True)
+    if getattr(before, "past_key_values", None) is None:
+        return None
+    after = model(rest, past_key_values=before.past_key_values, use_cache=True)
+    return torch.cat([before.logits, after.logits], 1)[0].float()
 
 
 def places_of(values: Values) -> frozenset[tuple[int, str]]:

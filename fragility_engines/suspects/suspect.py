@@ -8,7 +8,7 @@ direction. ``slopes`` tests how much of an engine's gap lies along it. ``catalog
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,14 @@ class Suspect:
     ``name`` says what differs, and ``mend`` what to look at. In the context of ``change`` the model has other settings,
     or the context is another model.
     ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; of those before the first scored
-    ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; of those before the first scored
-    one all but ``kept`` are left out, if given. ``processed`` makes other logits (T, V) of those after tokens (T,), and
-    ``unit`` divides log-probabilities. Each token is scored ``ahead`` places behind the one that is right, and
-    log-probabilities stand ``late`` places after their own; if ``top``, they are those of the most probable tokens. A
-    ``slope`` is a small change of a number, along which the gap may have any size. A ``place`` is a branch of a block
-    that is left out, for whatever is wrong in it; such suspects are tried where no other explains a gap. One that
-    ``rounds`` goes along a gap in part, as an engine's own rounding is another draw. What is ``in_log`` can be seen in
-    its numbers, and is sure.
+    one all but ``kept`` are left out, if given. ``run`` has a pass of its own: it gives the logits (T, V) of a window,
+    or None, and sees so many sequences of the log ``before`` each. ``processed`` makes other logits (T, V) of those
+    after tokens (T,), and ``unit`` divides log-probabilities. Each token is scored ``ahead`` places behind the one that
+    is right, and log-probabilities stand ``late`` places after their own; if ``top``, they are those of the most
+    probable tokens. A ``slope`` is a small change of a number, along which the gap may have any size. A ``place`` is a
+    branch of a block that is left out, for whatever is wrong in it; such suspects are tried where no other explains a
+    gap. One that ``rounds`` goes along a gap in part, as an engine's own rounding is another draw. What is ``in_log``
+    can be seen in its numbers, and is sure.
     """
 
     name: str
@@ -40,6 +40,8 @@ class Suspect:
     prefix: tuple[int, ...] = ()
     skip: int = 0
     kept: int | None = None
+    run: "Callable[[PreTrainedModel, Window], Tensor | None] | None" = None
+    before: tuple[int, ...] = ()
     processed: Callable[[Tensor, Tensor], Tensor] | None = None
     unit: float = 1.0
     ahead: int = 0
@@ -53,12 +55,22 @@ class Suspect:
     @property
     def same_pass(self) -> bool:
         """True if the logits are those of the model itself, read in another way."""
-        return self.change is nullcontext and not self.prefix and not self.skip and self.kept is None
+        whole = not (self.prefix or self.skip) and self.kept is None
+        return whole and self.change is nullcontext and self.run is None
 
 
-def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The logits (T, V) of one window (T,), in fp32."""
-    return model(tokens[None], use_cache=False).logits[0].float()
+class Window(NamedTuple):
+    """The ``tokens`` (T,) of a sequence, the position of the ``first`` one scored, and the sequences ``before`` it."""
+
+    tokens: Tensor
+    first: int = 1
+    before: Sequence[Tensor] = ()
+
+
+def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The logits (T, V) of one window (T,), in fp32; ``positions`` (T,) are those of its tokens, if not 0 to T - 1."""
+    given = {} if positions is None else {"position_ids": positions[None]}
+    return model(tokens[None], use_cache=False, **given).logits[0].float()
 
 
 @torch.no_grad()
@@ -94,26 +106,31 @@ def log_sum(z: Tensor) -> Tensor:
 
 def score(model: PreTrainedModel, tokens: Tensor, suspect: Suspect, first: int = 1) -> Tensor:
     """Log-probabilities (T - 1,) of one window (T,) under ``suspect``, as ``scores`` has them."""
-    return scores(model, [(tokens, first)], suspect)[0]
+    return scores(model, [Window(tokens, first)], suspect)[0]
 
 
 @torch.no_grad()
-def scores(model: PreTrainedModel, windows: Sequence[tuple[Tensor, int]], suspect: Suspect) -> list[Tensor]:
-    """Log-probabilities (T - 1,) of windows (T,) under ``suspect``; NaN for tokens that are not scored then.
+def scores(model: PreTrainedModel, windows: Sequence[Window], suspect: Suspect) -> list[Tensor]:
+    """Log-probabilities (T - 1,) of ``windows`` under ``suspect``; NaN for tokens that are not scored then.
 
-    These are all tokens of a window that ``suspect`` makes longer than the context, or of which it leaves nothing.
-    Beside each window is the position of the first token that the engine scored. The model is changed once for all.
+    These are all tokens of a window that ``suspect`` makes longer than the context, of which it leaves nothing, or for
+    which it has no pass. The model is changed once for all.
     """
     found, context = [], getattr(model.config.get_text_config(), "max_position_embeddings", torch.inf)
     with suspect.change(model) as other:
-        for tokens, first in windows:
-            skip = suspect.skip if suspect.kept is None else max(0, first - suspect.kept)
+        runs = model if other is None else other
+        for window in windows:
+            tokens = window.tokens
+            skip = suspect.skip if suspect.kept is None else max(0, window.first - suspect.kept)
             prefix = suspect.prefix if skip or suspect.kept is None else ()
             seen = torch.cat([tokens.new_tensor(prefix), tokens[skip:]])
-            if len(tokens) - skip < 2 or len(seen) > context:
+            z = None
+            if len(tokens) - skip >= 2 and len(seen) <= context:
+                z = logits(runs, seen) if suspect.run is None else suspect.run(runs, window)
+            if z is None:
                 found.append(torch.full((len(tokens) - 1,), torch.nan, dtype=torch.float64))
                 continue
-            values = read(logits(model if other is None else other, seen), seen, suspect)[len(prefix) :]
+            values = read(z, seen, suspect)[len(prefix) :]
             found.append(torch.cat([values.new_full((skip,), torch.nan), values]))
     return found
 

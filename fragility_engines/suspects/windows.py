@@ -1,5 +1,6 @@
-"""Suspects of what attention sees: a sliding window, and tokens at the beginning that it does not see."""
+"""Suspects of what attention sees: a sliding window, its own token, other sequences, and not the first tokens."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -8,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fragility_core.models.paths import attention_modules
-from fragility_engines.suspects.suspect import Suspect
+from fragility_core.models.paths import attention_modules, embedding_paths
+from fragility_engines.suspects.suspect import Suspect, Window, logits
 
 CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
+PACKED = 4096  # tokens of a row of sequences at most
 
 
 def kinds(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
@@ -68,6 +70,34 @@ def ahead(hidden: Tensor, places: Tensor) -> Tensor:
 def itself(hidden: Tensor, places: Tensor) -> Tensor:
     """``hidden`` (T, T) for ``places`` (T,) none of which sees itself, but for the first, which has no other."""
     return hidden | (places[:, None] == places) & (places > 0)
+
+
+def packed(model: PreTrainedModel, lengths: Sequence[int], begin: Sequence[int]) -> list[Suspect]:
+    """Suspects of sequences of these ``lengths`` that see those before them in their row.
+
+    Sequences with the numbers ``begin`` are the first of their rows. Empty if that is each, or if a row has more than
+    PACKED tokens. RoPE goes on behind the context, which learned positions cannot.
+    """
+    before = tuple(number - max(first for first in begin if first <= number) for number in range(len(lengths)))
+    longest = max(sum(lengths[number - count : number + 1]) for number, count in enumerate(before))
+    if not any(before) or longest > PACKED:
+        return []
+    look = "how rows of several sequences are told apart (cu_seqlens, position_ids, the mask of attention)"
+    name = "sequences that see those before them in a packed row"
+    learned = [model.get_submodule(path) for path in embedding_paths(model)]
+    fits = all(longest <= len(one.weight) for one in learned if one is not model.get_input_embeddings())
+    found = [Suspect(f"{name}, positions counted on", look, run=in_row, before=before)] if fits else []
+    if attention_modules(model) and "position_ids" in inspect.signature(model.forward).parameters:
+        whole, run = partial(masked, lambda own, places: own), partial(in_row, restarts=True)
+        found.append(Suspect(f"{name}, positions from 0", look, whole, run=run, before=before))
+    return found
+
+
+def in_row(model: PreTrainedModel, window: Window, restarts: bool = False) -> Tensor:
+    """The logits (T, V) of a ``window`` behind those before it, whose positions go on unless each ``restarts``."""
+    row = [*window.before, window.tokens]
+    positions = torch.cat([torch.arange(len(tokens), device=tokens.device) for tokens in row]) if restarts else None
+    return logits(model, torch.cat(row), positions)[-len(window.tokens) :]
 
 
 def without_first(count: int, model: PreTrainedModel) -> AbstractContextManager[None]:

@@ -16,12 +16,13 @@ from fragility_engines.__main__ import main
 from fragility_engines.comparison import compare
 from fragility_engines.comparison.measuring import measure
 from fragility_engines.comparison.slopes import Directions
-from fragility_engines.comparison.verdict import judge
+from fragility_engines.comparison.verdict import judge, search
 from fragility_engines.logs.sequences import Scored
 from fragility_engines.proving.ground import Ground
 from fragility_engines.proving.variations import Variation, native
+from fragility_engines.suspects.catalogue import Facts, suspects
 from fragility_engines.suspects.stale import Checkpoint
-from fragility_engines.suspects.suspect import logprobs
+from fragility_engines.suspects.suspect import logprobs, score
 from fragility_lab.inputs import checkpoints
 from fragility_offload import memory
 from fragility_quantization.recipes import get_recipe
@@ -114,6 +115,34 @@ def test_weights_that_came_while_the_engine_ran_are_named_with_the_position():
     )
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_prefix_cache_of_old_weights_is_named(depth):
+    """Answers are scored, of which the prompts were read by the weights before."""
+    model, prompt = model_of("qwen2", depth), 20
+    other = trained(model, 0.1)
+    new, old, log = copy.deepcopy(model).bfloat16(), copy.deepcopy(other).bfloat16(), []
+    for window in WINDOWS:
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            old(window[None, :prompt], past_key_values=cache)
+            cache.crop(-1)
+            z = new(window[None, prompt - 1 :], past_key_values=cache).logits[0, :-1].float().log_softmax(-1)
+        found = z.gather(-1, window[prompt:, None])[:, 0]
+        log.append(Scored(window.numpy(), np.concatenate([np.full(prompt, np.nan), found])))
+    known = Checkpoint.of(NAME, model, other, get_recipe("bf16"))
+    directed = Directions(model, log, suspects(model, Facts.of(log, 0)), known)
+    found, further = search(measure(model, log, "bf16", seen=directed.see), directed)
+    verdict = judge(measure(model, log, "bf16"), [*found, *further])
+    assert f"Keys and values of the prompt from the checkpoint {NAME} explains" in verdict.line, verdict.line
+
+
+def test_without_a_prompt_there_is_no_prefix_cache():
+    model = model_of("qwen2", 2)
+    known = Checkpoint.of(NAME, model, trained(model, 0.1), get_recipe("bf16"))
+    suspect = next(each for each in known.suspects() if each.run is not None)
+    assert score(model, WINDOWS[0], suspect).isnan().all() and score(model, WINDOWS[0], suspect, 9).isfinite().all()
+
+
 def test_weights_of_the_same_places_are_one_suspect():
     """As of an adapter of queries alone."""
     model = model_of("qwen2", 2)
@@ -123,7 +152,8 @@ def test_weights_of_the_same_places_are_one_suspect():
     known = Checkpoint.of(NAME, model, other, get_recipe("bf16"))
     names = [suspect.name for suspect in known.suspects()]
     blocks = [f"model.layers.{block} from the checkpoint {NAME}" for block in (0, 1)]
-    assert names == [f"the checkpoint {NAME}", *blocks]
+    prompt = f"keys and values of the prompt from the checkpoint {NAME}"
+    assert names == [f"the checkpoint {NAME}", prompt, *blocks]
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])

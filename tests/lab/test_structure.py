@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 12000,
     "fragility_explorer": 1700,
     "fragility_lessons": 3645,
-    "fragility_engines": 6050,
+    "fragility_engines": 6150,
     "fragility_peers": 861,
     "fragility_pretraining": 397,
 }
