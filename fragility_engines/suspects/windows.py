@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ def packed(model: PreTrainedModel, lengths: Sequence[int], begin: Sequence[int])
         return []
     look = "how rows of several sequences are told apart (cu_seqlens, position_ids, the mask of attention)"
     name = "sequences that see those before them in a packed row"
-    learned = [model.get_submodule(path) for path in embedding_paths(model)]
+    learned: list[Any] = [model.get_submodule(path) for path in embedding_paths(model)]
     fits = all(longest <= len(one.weight) for one in learned if one is not model.get_input_embeddings())
     found = [Suspect(f"{name}, positions counted on", look, run=in_row, before=before)] if fits else []
     if attention_modules(model) and "position_ids" in inspect.signature(model.forward).parameters:
