@@ -19,8 +19,10 @@ def parse_budget(budget: str) -> tuple[float, str]:
     """Number and unit of a ``budget``: the arguments of ``Contributions.plan``, or a number of "bits" or of nats "kl".
 
     "2 blocks", "1 site", "6 modules" or "40 MB" are what is kept in fp32, and a bare number counts blocks; "5 bits" are
-    those of a weight, "KL 0.01" is the largest KL. Raises ValueError for other words.
+    those of a weight, "KL 0.01" is the largest KL. Raises ValueError for other words, and TypeError for no text.
     """
+    if not isinstance(budget, str):
+        raise TypeError(f'a budget is a text such as "2 blocks" or "5 bits", got {BRIEFLY.repr(budget)}')
     divergence = DIVERGENCE.fullmatch(budget.strip())
     found = divergence or COUNTED.fullmatch(budget.strip())
     unit = "?" if not found else "kl" if divergence else found[2].lower()

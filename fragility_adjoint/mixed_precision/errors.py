@@ -93,8 +93,9 @@ class Errors:
         unit (KL is a square itself); ``share`` is its share of all. Outside of blocks "layer" is missing. Raises
         ValueError for other columns.
         """
-        if not columns or not set(columns) <= set(GROUPED):
-            raise ValueError(f"errors are grouped by some of {', '.join(GROUPED)}, got {', '.join(columns) or 'none'}")
+        if not columns or not all(column in GROUPED for column in columns):
+            got = ", ".join(map(str, columns)) or "none"
+            raise ValueError(f"errors are grouped by some of {', '.join(GROUPED)}, got {got}")
         places = self.contributions.structure.places.assign(square=self.contributions.relative)
         table = places.groupby([*columns], dropna=False)["square"].sum().sort_values(ascending=False).reset_index()
         return table.assign(share=table.square / table.square.sum())
@@ -117,9 +118,11 @@ class Errors:
         """The plan with the least predicted error for a ``budget`` in words (``budget.parse_budget``).
 
         "5 bits" and "KL 0.01" choose one scheme for each layer, and predict the others first. Raises ValueError for
-        other words, for budgets out of range, and where every window overflows.
+        other words, for a KL where the target is another, for budgets out of range, and where every window overflows.
         """
         amount, unit = parse_budget(budget)
+        if unit == "kl" and (target := self.prediction.target.name) != "kl":
+            raise ValueError(f'a budget of KL needs errors in KL, got those in {target}: predict(..., target="kl")')
         if not mixes_schemes(budget, self.prediction.recipe):
             return ModelPlan(self.model, self.contributions.plan(amount, unit), self.tokens)
         choose = {"bits": "within_bits", "bytes": "within_bytes", "kl": "within_error"}[unit]
@@ -142,7 +145,8 @@ def predict(
     """Predict the error of the fp32 ``model`` by ``recipe`` over ``tokens``, in the unit of ``target``, and its causes.
 
     ``tokens`` are windows (B, T) in any form of ``padding.as_windows``; ``target`` is one of ``targets.TARGETS``.
-    Gradients are "auto" of ``Adjoint``, from ``probes`` random sign vectors. Raises the errors of ``lower`` and of it.
+    Gradients are those that ``Adjoint`` takes for "auto", from ``probes`` vectors of random signs drawn by ``seed``.
+    Raises ValueError for padding beside static scales, and the errors of ``as_windows``, ``lower`` and ``Adjoint``.
     """
     windows, mask = as_windows(tokens, model)
     chosen = get_recipe(recipe)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fragility_core.models.padding import require_positions, spans
+from fragility_core.models.padding import require_positions, require_tensor, spans
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ def windows_of(
 
     ``seed`` is that of every window, unless each has one in ``seeds``.
     ``counted`` and ``attention_mask`` (B, T) are 1, or True, for the positions that count and that are no padding.
-    Raises ValueError for windows without tokens, for another number of ``seeds`` than of windows, for masks of another
-    shape or with other values, and for what ``spans`` refuses.
+    Raises TypeError for what is no tensor, ValueError for windows without tokens, for another number of ``seeds`` than
+    of windows, for masks of another shape or with other values, and for what ``spans`` refuses.
     """
+    require_tensor(tokens)
     if tokens.ndim < 2 or not tokens.numel():
         raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
     seeds = [seed] * len(tokens) if seeds is None else seeds

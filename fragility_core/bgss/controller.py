@@ -2,13 +2,14 @@
 
 from contextlib import ExitStack
 from dataclasses import fields
+from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.bgss import get_policy, policy_class
 from fragility_core.bgss.state import State, advance
 from fragility_core.models.blocks import blocks
+from fragility_core.models.padding import as_windows, require_loaded
 from fragility_core.surrogates.scoring import Estimator, Scores
 from fragility_core.surrogates.shadow import Shadow
 from fragility_numerics.formats import NumberFormat
@@ -30,8 +31,9 @@ class Controller:
 
         ``policy`` is one of POLICIES by name, with its ``parameters``; epsilon begins at that of the model's norms.
         ``seed`` is that of policies that draw. Raises TypeError for a model whose blocks are not known or that lacks
-        such norms, and the errors of ``get_policy`` and ``lowering.lower``.
+        such norms, and the errors of ``require_loaded``, ``get_policy`` and ``lowering.lower``.
         """
+        require_loaded(model)
         found = blocks(model)
         first = found[0].norm_1
         if first is None or any(None in (block.norm_1, block.norm_2) for block in found):
@@ -45,18 +47,20 @@ class Controller:
         self.state: State = self.policy.start(len(found), seed)
         self.shadow.set_epsilons(self.state.epsilon)
 
-    def step(self, tokens: Tensor) -> Scores:
+    def step(self, tokens: Any) -> Scores:
         """Observe one window ``tokens`` (1, T) after an optimizer step, decide, and set the epsilons of the next step.
 
-        Raises ValueError for more than one window: a policy decides on the blocks of one.
+        Tokens come in any form of ``padding.as_windows``, without padding, whose errors are raised. Raises ValueError
+        for more than one window: a policy decides on the blocks of one.
         """
-        if tokens.ndim != 2 or len(tokens) != 1:
-            raise ValueError(f"a controller observes one window (1, T) a step, got shape {tuple(tokens.shape)}")
+        window, mask = as_windows(tokens, self.model)
+        if len(window) != 1 or (mask is not None and not mask.all()):
+            raise ValueError(f"a controller observes one window (1, T) a step, got {len(window)}, or padding")
         with ExitStack() as stack:
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)
             self.model.eval()
-            scores = self.shadow.observe(tokens)
+            scores = self.shadow.observe(window)
         signal = float(scores.windows.combined.iloc[0])
         actions = self.policy.decide(self.state, scores.layers, signal)
         self.state = advance(self.state, signal, actions)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -67,11 +69,14 @@ def as_windows(tokens: Any, model: PreTrainedModel) -> tuple[Tensor, Tensor | No
     """Windows (B, T) of token ids on the device of ``model``, and their mask (B, T) if there is one.
 
     ``tokens`` are a tensor (B, T) or (T,), lists of ids, or what a tokenizer returns, with its mask. Raises the errors
-    of ``require_loaded`` and ``require_tokens``, TypeError for text, and ValueError for several lengths without a mask.
+    of ``require_loaded`` and ``require_tokens``, TypeError for text and for what holds no ids, and ValueError for
+    several lengths without a mask.
     """
     require_loaded(model)
     device, mask = next(model.parameters()).device, None
     if hasattr(tokens, "keys"):
+        if "input_ids" not in tokens:
+            raise TypeError(f"windows must be token ids, input_ids of a tokenizer, got {', '.join(map(str, tokens))}")
         mask, tokens = tokens.get("attention_mask"), tokens["input_ids"]
     if isinstance(tokens, str) or (isinstance(tokens, Sequence) and any(isinstance(each, str) for each in tokens)):
         raise TypeError(f"windows must be token ids, got text, {tokens!r:.60}: give what its tokenizer returns")
@@ -79,12 +84,21 @@ def as_windows(tokens: Any, model: PreTrainedModel) -> tuple[Tensor, Tensor | No
         found = torch.as_tensor(tokens, device=device)
     except ValueError as cause:
         raise ValueError(f"windows must have one length, or a mask for their padding ({cause})") from None
+    except (TypeError, RuntimeError) as cause:
+        raise TypeError(f"windows must be token ids, got a {type(tokens).__name__} ({cause})") from None
     mask = None if mask is None else torch.as_tensor(mask, device=device)
-    if found.is_floating_point():
+    if found.dtype not in INTEGERS:
         raise TypeError(f"windows must be token ids, got numbers of {found.dtype}")
+    found = found.long()
     found, mask = (found[None], None if mask is None else mask[None]) if found.ndim == 1 else (found, mask)
     require_tokens(found, model)
     return found, mask
+
+
+def require_tensor(tokens: object) -> None:
+    """Raises TypeError unless ``tokens`` are a tensor."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"windows must be a tensor (B, T) of token ids, got a {type(tokens).__name__}: see as_windows")
 
 
 def require_loaded(model: object) -> None:

@@ -31,8 +31,13 @@ def forward_hook(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle
 def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     """The final hidden state (B, T, d_model) of a Hugging Face model, after its final norm; of others, the output.
 
-    An ``attention_mask`` (B, T) tells tokens, 1, from padding, 0 (``padding.without_padding``).
+    An ``attention_mask`` (B, T) tells tokens, 1, from padding, 0 (``padding.without_padding``). Raises TypeError for
+    what is no module, such as what ``lower`` returns.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"a module is needed, got a {type(model).__name__}: of what lower returns give its model, inside of running"
+        )
     if isinstance(model, PreTrainedModel):
         return base_of(model)(tokens, use_cache=False).last_hidden_state
     return model(tokens)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.norms import Norm
-from fragility_core.models.padding import groups
+from fragility_core.models.padding import groups, require_tensor
 from fragility_core.models.paths import final_hidden, hidden_and_logits
 from fragility_core.surrogates import reductions
 from fragility_core.surrogates.observation import Observation, joined
@@ -224,9 +224,10 @@ class Monitor:
         With ``reference``, the fp32 hidden states (B, T, d_model) of the same windows, the window rows have the
         ``mismatch``. With ``loss`` (models with a head) they have the mean next-token cross entropy in nats. With an
         ``attention_mask`` (B, T), 1 for tokens and 0 for padding, windows of one length share a pass without padding,
-        so that padding counts in no statistic. Raises ValueError for a model in training mode, and for tokens, a mask
-        (``padding.spans``) or a reference of another shape.
+        so that padding counts in no statistic. Raises TypeError for tokens that are no tensor, ValueError for a model
+        in training mode, and for tokens, a mask (``padding.spans``) or a reference of another shape.
         """
+        require_tensor(tokens)
         if tokens.ndim != 2 or not tokens.numel():
             raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
         if self.model.training:

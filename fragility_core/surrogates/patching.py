@@ -19,11 +19,12 @@ from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from fragility_core.models.blocks import blocks
+from fragility_core.models.padding import require_loaded
 from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
 from fragility_numerics.attention import observing_attention
 from fragility_numerics.internals import attention_of
-from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.lowering import LowPrecision, require_low
 
 
 class Patching:
@@ -33,8 +34,11 @@ class Patching:
         """``low`` is ``model`` lowered. It runs with the attention of the monitored pass, ``model`` with its own.
 
         Raises TypeError for an architecture whose blocks are not known, and ValueError if the attention of ``model``
-        takes other masks than the monitored pass makes (eager, flash).
+        takes other masks than the monitored pass makes (eager, flash), or if it has another number of blocks. Raises
+        TypeError for a ``low`` that ``lower`` did not return, and the errors of ``require_loaded``.
         """
+        require_low(low)
+        require_loaded(model)
         implementation = attention_of(model)
         if AttentionMaskInterface().get(implementation) is not sdpa_mask:
             raise ValueError(
@@ -43,8 +47,10 @@ class Patching:
             )
         self.model, self.low = model, low
         with low.paused():  # blocks are found by what modules compute
-            found = zip(blocks(low.model), blocks(model), strict=True)
-        self.pairs = [(block.module, fp32.module) for block, fp32 in found]
+            lowered, exact = blocks(low.model), blocks(model)
+        if len(lowered) != len(exact):
+            raise ValueError(f"a model patches its own copy, got {len(exact)} blocks for {len(lowered)} of it")
+        self.pairs = [(block.module, fp32.module) for block, fp32 in zip(lowered, exact)]
         self.positions: dict[int, tuple[Any, Any]] = {}  # rotary embeddings and the same in fp32, by the former's id
 
     def stochastic(self, seed: int) -> "Patching":
@@ -159,9 +165,12 @@ def patch(low: LowPrecision, model: PreTrainedModel, block: int) -> AbstractCont
         with patch(low, model, block=3):
             logits = low(tokens).logits
 
-    Raises IndexError for a block that is not there, and the errors of ``Patching``.
+    Raises IndexError for a block that is not there, TypeError for one that is no number, and the errors of
+    ``Patching``.
     """
     patching = Patching(model, low)
+    if not isinstance(block, int):
+        raise TypeError(f"a block is a number, 0 to {len(patching.pairs) - 1}, got {block!r:.40}")
     if not 0 <= block < len(patching.pairs):
         raise IndexError(f"block must be one of 0 to {len(patching.pairs) - 1}, got {block}")
     return patching.only(block)

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
+from fragility_adjoint.mixed_precision.structure import stored_parameters
 from fragility_core.models.paths import block_paths
 from fragility_lab.diagnosis.given import load_rounded, require_same_architecture
 from fragility_lab.diagnosis.needs import fits_several_gpus, whole_fits
@@ -26,14 +27,15 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
     A whole model that does not fit one GPU is spread over all GPUs, if it fits these together.
 
     With a reference model, ``Inputs.model`` is the reference, and ``Inputs.rounded`` the model itself. Raises the
-    errors of ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model, for an
-    attention implementation that the model lacks, or for the target "flips" in the streamed form.
+    errors of ``inputs.loading.load`` and of ``given``, and ValueError for a budget larger than the model or below its
+    least size, for an attention implementation that the model lacks, or for the target "flips" in the streamed form.
     """
     name, given = request.reference_model or request.model, bool(request.reference_model)
     if given:
         require_same_architecture(request.model, name)
-    offloaded, device = request.form == "streamed", None
-    if not offloaded and not whole_fits(request, made := on_meta(name)):
+    offloaded, device, made = request.form == "streamed", None, on_meta(name)
+    require_enough(request, made)
+    if not offloaded and not whole_fits(request, made):
         device = SPREAD if fits_several_gpus(request, made) else None
         offloaded = request.form == "auto" and device is None
     if offloaded and request.target == "flips":
@@ -58,6 +60,23 @@ def load(request: Request) -> tuple[Inputs, Tensor]:
         raise ValueError(f"the budget must be between 0 and the {most} {unit} of the model, got {count}")
     require_causal(loaded.model, request.model)
     return loaded, tokens
+
+
+def require_enough(request: Request, made: Any) -> None:
+    """Raises ValueError for a budget below what the weights of a model take, of which ``made`` has the shapes."""
+    amount, unit = request.parsed_budget
+    if not request.mixes or unit == "kl":
+        return
+    stored = [*zip(*(stored_parameters(made, recipe) for recipe in request.schemes))]
+    linear, fixed = ([each for each in stored if each[0].linear == own] for own in (True, False))
+    bits = sum(each[0].entries * min(one.bits for one in each) for each in linear)
+    if unit == "bits":
+        least, words = bits / max(1, sum(each[0].entries for each in linear)), "bits, those of the smallest scheme"
+    else:
+        least = (bits + sum(each[0].entries * each[0].bits for each in fixed)) / 8e6
+        amount, words = amount / 1e6, "MB, which the model takes with the smallest schemes"
+    if amount < least * (1 - 1e-9):
+        raise ValueError(f"the budget must be at least {least:.3g} {words}, got {amount:g}")
 
 
 def set_attention(model: Any, request: Request) -> None:

@@ -84,7 +84,7 @@ def test_groups_of_errors_add_up_to_the_squared_prediction(known, target):
     layers = errors.by("layer").set_index("layer").square
     cells = errors.by("layer", "site")
     assert cells[cells.layer == 1].square.sum() == pytest.approx(layers[1])
-    for wrong in ((), ("lair",)):
+    for wrong in ((), ("lair",), ("layer", 3), (("layer", "site"),), (["layer"],)):
         with pytest.raises(ValueError, match="errors are grouped by some of layer, site"):
             errors.by(*wrong)
 
@@ -148,6 +148,20 @@ def test_other_budgets_are_refused(budget):
     with pytest.raises(ValueError, match="a budget is a number of blocks") as caught:
         parse_budget(budget)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("budget", [2, None, ["2 blocks"]])
+def test_a_budget_is_a_text(known, budget):
+    with pytest.raises(TypeError, match='a budget is a text such as "2 blocks" or "5 bits", got'):
+        known[2].plan(budget)
+
+
+def test_a_budget_of_kl_needs_errors_in_kl(known):
+    model, tokens, _ = known
+    with pytest.raises(ValueError, match=r'needs errors in KL, got those in hidden: predict\(..., target="kl"\)'):
+        predict(model, tokens, "w4a16-g32").plan("KL 0.1")
+    with pytest.raises(TypeError, match="a tensor .B, T. of token ids, got a list"):
+        Adjoint(lower(model, "bf16"), model)(tokens.tolist())
 
 
 def test_static_scales_are_measured_over_the_windows(tiny_gpt2, tiny_tokens):

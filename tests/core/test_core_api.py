@@ -5,7 +5,8 @@ import copy
 import pandas as pd
 import pytest
 import torch
-from transformers import BatchEncoding
+from tiny import TINY, random_gpt2
+from transformers import BatchEncoding, GPT2Config
 
 import fragility_core
 from fragility_core import Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
@@ -58,6 +59,11 @@ def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens):
         (torch.zeros(1, 0, dtype=torch.long), ValueError, "windows must be (B, T) and not empty, got shape (1, 0)"),
         ([[[1, 2]]], ValueError, "windows must be (B, T) and not empty, got shape (1, 1, 2)"),
         ([[1, 10**6]], ValueError, "tokens must be in the model's vocabulary, 0 to "),
+        (None, TypeError, "windows must be token ids, got a NoneType"),
+        ([{"ids": [1]}], TypeError, "windows must be token ids, got a list"),
+        ({"ids": [[1, 2]]}, TypeError, "windows must be token ids, input_ids of a tokenizer, got ids"),
+        (torch.ones(1, 2, dtype=torch.bool), TypeError, "windows must be token ids, got numbers of torch.bool"),
+        (torch.ones(1, 2, dtype=torch.complex64), TypeError, "windows must be token ids, got numbers of torch.comp"),
         ([[1, -1]], ValueError, "tokens must be in the model's vocabulary, 0 to "),
         ([[1] * 5000], ValueError, "windows must fit the model's context, "),
     ],
@@ -66,6 +72,20 @@ def test_other_windows_are_refused(tiny_gpt2, tokens, error, line):
     with pytest.raises(error) as caught:
         observe(tiny_gpt2, tokens)
     assert str(caught.value).startswith(line)
+    with pytest.raises(error) as caught:
+        Controller(copy.deepcopy(tiny_gpt2), "none").step(tokens)
+    assert str(caught.value).startswith(line)
+
+
+def test_passes_that_take_tensors_say_so(tiny_gpt2, tiny_tokens):
+    monitor = Monitor(lower(tiny_gpt2, "bf16"))
+    for given in ("text", tiny_tokens.tolist(), tiny_tokens.numpy(), BatchEncoding({"input_ids": tiny_tokens}), None):
+        with pytest.raises(TypeError, match=f"a tensor .B, T. of token ids, got a {type(given).__name__}"):
+            monitor(given)
+    with pytest.raises(TypeError, match="a module is needed, got a LowPrecision: of what lower returns give its model"):
+        final_hidden(monitor.low, tiny_tokens)
+    small = torch.ones(1, 3, dtype=torch.uint8)
+    assert as_windows(small, tiny_gpt2)[0].dtype == torch.int64
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile
@@ -88,6 +108,16 @@ def test_a_patched_block_is_that_of_patching(tiny_gpt2, tiny_tokens, format, exe
         assert final_hidden(low.model, tiny_tokens).equal(stacked[0])  # nothing is left behind
     with pytest.raises(IndexError, match="block must be one of 0 to 2, got 3"):
         patch(low, tiny_gpt2, 3)
+    for block in ("h.1", 1.0, None):
+        with pytest.raises(TypeError, match="a block is a number, 0 to 2, got"):
+            patch(low, tiny_gpt2, block)
+    for first in (tiny_gpt2, "bf16"):
+        with pytest.raises(TypeError, match="a model in low precision is needed"):
+            patch(first, tiny_gpt2, 1)
+    with pytest.raises(TypeError, match="a model of transformers is needed, got a LowPrecision"):
+        patch(low, low, 1)
+    with pytest.raises(ValueError, match="a model patches its own copy, got 1 blocks for 3 of it"):
+        patch(low, random_gpt2(GPT2Config(**(TINY.to_dict() | {"n_layer": 1}))), 1)
 
 
 def test_a_patched_block_reads_its_own_keys_and_values(tiny_gpt2, tiny_tokens):

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from fragility_adjoint.mixed_precision import Plan
+from fragility_adjoint.mixed_precision.bits import choices_beside, predictions
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
@@ -131,6 +132,27 @@ def test_a_budget_of_more_than_there_is_is_refused_before_work(budget, most):
     message = f"the budget must be between 0 and the {most} of the model, got {budget.split()[0]}"
     with pytest.raises(ValueError, match=message):
         diagnosis.load(replace(ASKED, budget=budget))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "budget", "least"),
+    [("w4a16-g128", "{:.4f} bits", r"4.12 bits"), ("w4a16-g128", "{:.6f} MB", r"[\d.]+ MB, which"),
+     ("ggml-q4_k", "{:.4f} bits", "[45].* bits"), ("gguf-q4_k_m", "{:.4f} bits", "[23].* bits")],
+)  # fmt: skip
+def test_a_budget_below_the_smallest_is_refused_before_weights_are_read(recipe, budget, least):
+    """The bound is that of the plan itself, or below it where a mix has types of its own."""
+    request = replace(ASKED, format=recipe, target="kl", windows=1, length=32)
+    with pytest.raises(ValueError, match=rf"the budget must be at least {least}") as caught:
+        diagnosis.load(replace(request, budget=budget.format(0.01)))
+    loaded, tokens = diagnosis.load(replace(request, budget=budget.format(100)))
+    found = predictions(loaded.model, request.schemes, tokens)
+    choices = choices_beside(request.schemes[0], loaded.model, found, tokens)
+    size = choices.least_bits
+    if "MB" in budget:
+        size = (size * choices.weights + choices.fixed_bits) / 8e6
+    bound = float(re.search(r"at least ([\d.]+)", str(caught.value))[1])
+    exact = pytest.approx(size, rel=6e-3)
+    assert 0.95 * size < bound < size if recipe == "gguf-q4_k_m" else bound == exact  # rounded to three digits
 
 
 def test_forecast_of_the_embedded_checkpoint():

@@ -70,7 +70,8 @@ def test_rounding_to_a_rescaled_format_is_as_accurate(name, number, exponent):
     # the division by the scale rounds in fp32
     assert ((rounded - x).abs()[inside] <= (format.unit_roundoff + 2**-23) * 2 * x.abs()[inside]).all()
     whole = torch.arange(1, 9) * 2.0 ** round(max(-4, min(3, exponent)))  # sums of the format's numbers stay exact
-    assert name == "fp8_e5m2" or torch.equal(Rescaled(scale)(whole[:4] / scale, format), whole[:4] / scale)
+    few = whole[:4][whole[:4] <= format.largest]
+    assert format.significand < 4 or torch.equal(Rescaled(scale)(few / scale, format), few / scale)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "w4a16-g32", "w8a8-int8", "kv-fp8"])
