@@ -19,6 +19,7 @@ from fragility_adjoint.mixed_precision.structure import Structure
 from fragility_adjoint.predictor.sites import COLUMNS
 from fragility_core.models.paths import embedding_paths, head_paths, is_norm, lineage, outermost, within
 from fragility_exports.plan import Plan
+from fragility_quantization.operands import stored_weights
 
 UNITS = ("blocks", "sites", "modules", "bytes")
 # The last kernel counts as exact if its squared error is below this share of that of the kernel before it. A second
@@ -64,8 +65,14 @@ class Contributions:
         self._modules = self.structure.places.module
         self._number_of_module, modules_once = pd.factorize(self._modules)
         # By number: the paths of the module and of all that it is inside of.
-        self._around = [{*lineage(path)} for path in modules_once]
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
+        quantized = {id(weight) for weight in stored_weights(model, self.recipe).values()}
+        looked_up = {path: id(modules[path].weight) for path in self._embeddings}
+        self._schemed = {path for path, weight in looked_up.items() if weight in quantized}
+        heads = {id(getattr(modules[path], "weight", None)): path for path in self._heads}
+        # The product makes most of the error of a quantized matrix that embedding and head share.
+        users = {path: heads.get(looked_up[path], path) for path in self._schemed}
+        self._around = [{*lineage(users.get(path, path))} for path in modules_once]
         self._kernels = self.structure.places.kind.eq("kernel").to_numpy(dtype=bool)
         self.kernels_round = bool(self._kernels.any())  # or weights alone are rounded
         self._vanishing: dict[tuple[str, bool], np.ndarray] = {}  # plans ask for the same modules many times
@@ -87,9 +94,9 @@ class Contributions:
         """The places that round no longer if the module at ``path`` is kept, perhaps beside an fp32 stream."""
         inside, kernels = self._inside(path), self._kernels_inside(path)
         stays_fp32 = path in self._heads or (residual and path in self._embeddings)
-        if self.kernels_round and not stays_fp32:  # its result is cast back
-            if not len(kernels):  # a lookup: the cast rounds the weights again
-                return np.zeros_like(inside)
+        if self.kernels_round and self.recipe.kernels.name != "fp32" and not stays_fp32:  # its result is cast back
+            if not len(kernels):  # a lookup: the cast rounds the weights again, by far less than a scheme
+                return inside if path in self._schemed else np.zeros_like(inside)
             inside[self._places_of_cast(path, kernels)] = False
         return inside
 

@@ -1,0 +1,68 @@
+"""Plans beside kernels in fp32, whose results are not cast back: what is kept makes no error at all."""
+
+import pytest
+import torch
+from tiny import random_model, random_tokens
+from transformers import LlamaConfig
+
+from fragility_adjoint import predict
+from fragility_adjoint.mixed_precision import apply
+from fragility_core import final_hidden, mismatch
+
+TOKENS = random_tokens(6, 24)
+EVERYTHING = {"blocks": range(2), "sites": ["embedding", "head", "norms"]}
+RECIPES = ("w8a8-int8@fp32", "fp8-dynamic@fp32", "torchao-int8", "ctranslate2-int8", "openvino-int8", "ggml-q4_0")
+
+
+def llama(tied):
+    return random_model(LlamaConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied,
+    ))  # fmt: skip
+
+
+@torch.no_grad()
+def measured(model, plan, output):
+    low = apply(model, plan)
+    with low.running():
+        rounded = output(low.model, TOKENS)
+    return mismatch(rounded, output(model, TOKENS)).mean().item()
+
+
+def logits(model, tokens):
+    return model(tokens).logits
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "kept",
+    [{}, {"sites": ["mlp"]}, {"sites": ["attention"]}, {"blocks": [0]}, {"modules": ["model.layers.1.mlp.down_proj"]}],
+    ids=str,
+)
+def test_plans_leave_what_is_measured(recipe, kept):
+    model = llama(tied=False)
+    plan = predict(model, TOKENS, recipe, probes=4).contributions.keep(**kept)
+    assert plan.predicted == pytest.approx(measured(model, plan, final_hidden), rel=0.15)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recipe", [*RECIPES, "ggml-q4_0@bf16"])
+def test_nothing_is_left_where_all_is_kept(recipe, tied):
+    model = llama(tied)
+    known = predict(model, TOKENS, recipe).contributions
+    plan = known.keep(**EVERYTHING)
+    left = plan.predicted, measured(model, plan, final_hidden)
+    if recipe.endswith("bf16"):  # what is kept is cast back to it
+        assert max(left) < 0.05 * known.keep().predicted and min(left) > 0
+    else:
+        assert left == (0, 0)
+
+
+@pytest.mark.parametrize("recipe", ["ctranslate2-int8", "openvino-int8-w"])
+def test_a_tied_matrix_counts_for_the_head_that_multiplies_by_it(recipe):
+    model = llama(tied=True)
+    known = predict(model, TOKENS, recipe, target="logprob", probes=4).contributions
+    gains = known.gains("sites").set_index("label").gain
+    assert gains["head"] > 0 and gains["embedding"] == 0
+    alone, both = (measured(model, known.keep(sites=sites), logits) for sites in (["embedding"], ["embedding", "head"]))
+    assert both < alone
