@@ -1,1 +1,1 @@
-"""GGUF files: what their headers say, and the configurations of transformers that they describe."""
+"""GGUF files: what their headers say, the configurations that they describe, and folders made of them."""

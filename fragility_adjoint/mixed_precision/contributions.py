@@ -67,11 +67,10 @@ class Contributions:
         # By number: the paths of the module and of all that it is inside of.
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
         quantized = {id(weight) for weight in stored_weights(model, self.recipe).values()}
-        looked_up = {path: id(modules[path].weight) for path in self._embeddings}
-        self._schemed = {path for path, weight in looked_up.items() if weight in quantized}
+        self._schemed = {path for path in self._embeddings if id(modules[path].weight) in quantized}
         heads = {id(getattr(modules[path], "weight", None)): path for path in self._heads}
         # The product makes most of the error of a quantized matrix that embedding and head share.
-        users = {path: heads.get(looked_up[path], path) for path in self._schemed}
+        users = {path: heads.get(id(modules[path].weight), path) for path in self._schemed}
         self._around = [{*lineage(users.get(path, path))} for path in modules_once]
         self._kernels = self.structure.places.kind.eq("kernel").to_numpy(dtype=bool)
         self.kernels_round = bool(self._kernels.any())  # or weights alone are rounded
@@ -251,7 +250,7 @@ class Contributions:
         """
         if unit not in UNITS[:-1]:
             raise ValueError(f"gains are those of {', '.join(UNITS[:-1])}, got {unit!r}")
-        total = self.relative.sum()
+        total = self.relative.sum() or 1.0
         plans = [self.unpriced(**{kind: [name]}) for kind, name in self._names(unit)]
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]
         return pd.DataFrame({"label": [plan.label for plan in plans], "gain": gains})

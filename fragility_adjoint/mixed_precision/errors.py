@@ -94,8 +94,7 @@ class Errors:
         ValueError for other columns.
         """
         if not columns or not all(column in GROUPED for column in columns):
-            got = ", ".join(map(str, columns)) or "none"
-            raise ValueError(f"errors are grouped by some of {', '.join(GROUPED)}, got {got}")
+            raise ValueError(f"errors are grouped by some of {', '.join(GROUPED)}, got {columns or 'none'}")
         places = self.contributions.structure.places.assign(square=self.contributions.relative)
         table = places.groupby([*columns], dropna=False)["square"].sum().sort_values(ascending=False).reset_index()
         return table.assign(share=table.square / table.square.sum())

@@ -7,7 +7,7 @@ import pandas as pd
 
 from fragility_lab.diagnosis.found import Diagnosis, made
 from fragility_lab.diagnosis.means import nats
-from fragility_lab.diagnosis.tokens import COLUMNS, TAIL, TOLD, ErrorsByToken
+from fragility_lab.diagnosis.tokens import COLUMNS, TAIL, TOLD, ErrorsByToken, usual
 from fragility_lab.reporting import figures_diagnosis
 from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import number, percent
@@ -28,14 +28,18 @@ def size(column: str) -> Callable[[float], str]:
 def bulk(diagnosis: Diagnosis) -> dict | None:
     """``few``, the number of ``windows`` that a few tokens decide, and prediction over measurement of a median token.
 
-    None if there is no such window, if nothing was measured, and for changed tokens.
+    The last is None if that token has no error. None if there is no such window, if nothing was measured, and for
+    changed tokens.
     """
     by_token, column = diagnosis.by_token, COLUMNS[target := diagnosis.request.measured_in]
     if by_token is None or by_token.measured is None or target == "flips":
         return None
     found = by_token.summary(column)
-    ratio = (found.predicted_median.mean() / found["median"].mean()) ** (1.0 if column == "kl" else 0.5)
-    return {"few": int(found.few.sum()), "windows": len(found), "ratio": ratio} if found.few.any() else None
+    if not found.few.any():
+        return None
+    median, power = found["median"].mean(), 1.0 if column == "kl" else 0.5
+    ratio = (found.predicted_median.mean() / median) ** power if median else None
+    return {"few": int(found.few.sum()), "windows": len(found), "ratio": ratio}
 
 
 def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
@@ -71,5 +75,5 @@ def points(by_token: ErrorsByToken, column: str) -> pd.DataFrame:
     power = 1.0 if column == "kl" else 0.5
     known = by_token.known[["window", "position"]].assign(known=by_token.known[column] ** power)
     known["predicted"] = by_token.predicted[column] ** power
-    median = by_token.known.groupby("window")[column].transform("median")
+    median = by_token.known.groupby("window")[column].transform(usual)
     return known.assign(in_tail=by_token.known[column] > TAIL * median).dropna()

@@ -18,9 +18,9 @@ NEGLIGIBLE = 0.01  # remainder of secant slopes up to which contributions are sa
 
 
 def shares(contributions: Contributions, columns: str | list[str]) -> pd.Series:
-    """Share of the squared error by ``columns`` of the places, largest first."""
+    """Share of the squared error by ``columns`` of the places, largest first; 0 where nothing is rounded."""
     summed = contributions.structure.places.assign(c2=contributions.relative).groupby(columns).c2.sum()
-    return (summed / summed.sum()).sort_values(ascending=False)
+    return (summed / (summed.sum() or 1.0)).sort_values(ascending=False)
 
 
 def largest(contributions: Contributions, count: int = 8) -> list[tuple[str, str, str]]:
@@ -36,7 +36,7 @@ def block_shares(contributions: Contributions) -> pd.Series:
     names = places.layer.astype("string").fillna(places.site.map({"embedding": "embedding"}).fillna("after"))
     summed = pd.Series(contributions.relative).groupby(names.to_numpy()).sum()
     order = sorted(summed.index, key=lambda name: {"embedding": -1, "after": len(places)}.get(name) or int(name))
-    return summed[order] / summed.sum()
+    return summed[order] / (summed.sum() or 1.0)
 
 
 def interval(found: tuple[float, float], windows: int) -> str:

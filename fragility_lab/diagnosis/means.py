@@ -83,13 +83,13 @@ def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
 
 
 def helps(diagnosis: Diagnosis) -> bool | None:
-    """True if the measured error is smaller with the plan, mean over windows; None if it was not measured."""
+    """True if the measured error is smaller with the plan, mean over windows; None if unmeasured, or 0 without it."""
     if diagnosis.protected is None or diagnosis.measured is None:
         return None
     column = TARGETS[diagnosis.request.measured_in][1]
     tables = diagnosis.measured, diagnosis.protected
     without, with_plan = (table[column].replace(np.inf, np.nan).mean() for table in tables)
-    return bool(with_plan < without)
+    return bool(with_plan < without) if without else None
 
 
 def disagreement(predicted: dict[str, float], measured: dict[str, float]) -> float | None:

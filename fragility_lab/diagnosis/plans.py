@@ -20,6 +20,7 @@ from fragility_lab.reporting.figures import uri
 from fragility_lab.reporting.tables import percent, quantity
 from fragility_numerics.formats import get_format
 from fragility_quantization.recipes import PREQUANTIZED
+from fragility_quantization.static_scales import needs_calibration
 
 MANY = 24  # layers of a scheme that a page names
 
@@ -54,7 +55,8 @@ def snippet(request: Request, plan: Plan, attention: str) -> str:
     name = "snippet_given.txt" if request.reference_model else "snippet.txt"
     text = (paths.ASSETS / "diagnosis" / name).read_text(encoding="utf-8").rstrip()
     names = {"model": json.dumps(request.model), "original": json.dumps(request.reference_model)}
-    return text.format(**names, attention=attention, plan=", ".join(kept), execution=execution)
+    scales = ", tokens=tokens" * needs_calibration(plan.recipe)  # measured over a text, which the reader gives
+    return text.format(**names, attention=attention, plan=", ".join(kept), execution=execution, scales=scales)
 
 
 def schemes_of(plan: Plan, choices: Choices) -> list[list[str]]:

@@ -52,10 +52,13 @@ class Remedy:
 
 
 def find(
-    model: nn.Module, low: Quantized, prediction: predictor.Prediction, tokens: Tensor, execution: str
+    model: nn.Module, low: Quantized, prediction: predictor.Prediction, tokens: Tensor, numbers: Iterable[int],
+    execution: str,
 ) -> Remedy:  # fmt: skip
-    """The remedy for those windows of ``tokens`` (B, T) that overflow in ``prediction``, for ``model`` as ``low``."""
-    numbers = prediction.windows.window[prediction.windows.overflow != ""]
+    """The remedy for the windows with these ``numbers`` of ``tokens`` (B, T), for ``model`` as ``low``.
+
+    ``prediction`` has the places of the units.
+    """
     found = {number: left_range(low, tokens[number : number + 1]) for number in numbers}
     places = {number: place for number, place in found.items() if place is not None}
     if not places:

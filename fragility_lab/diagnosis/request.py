@@ -29,6 +29,11 @@ class Request(Options):
         if not (self.reference_model or get_recipe(self.format).rounds):
             rounding = ", ".join(name for name, recipe in RECIPES.items() if recipe.rounds)
             raise ValueError(f"a diagnosis needs a format that rounds results, {rounding}, got {self.format!r}")
+        if self.weights_only and get_recipe(self.format).cache is not None:
+            raise ValueError(
+                f"a KV cache holds no weights, which alone are to be rounded, got WEIGHTS_ONLY=yes beside RECIPE="
+                f"{self.format}: leave one of the two away"
+            )
         if self.target != "hidden":  # what is not asked for
             self.require_measured_in(self.target)
         if strange := [site for site in self.kept if site not in KEEPABLE_SITES]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -81,6 +82,14 @@ class Work:
         overflow = self.found.prediction.windows.set_index("window").overflow
         return {number: window for number, window in windows.items() if overflow[number] == ""}
 
+    @property
+    def lost_windows(self) -> list[int]:
+        """The numbers of the windows whose prediction is not finite, or whose measured probabilities are not."""
+        lost = {*range(len(self.tokens))} - {*self.finite_windows}
+        if (measured := self.found.measured) is not None:
+            lost |= {*measured.window[~np.isfinite(measured.kl)]}
+        return sorted(map(int, lost))
+
     def kept(self, plan: Plan, execution: str = "") -> Quantized:
         """The model in low precision with a ``plan``, computing as asked for unless another ``execution`` is given."""
         if self.loaded.rounded is not None:
@@ -113,8 +122,8 @@ def measure_windows(work: Work) -> None:
 
 def mend_overflows(work: Work) -> None:
     """Look for the cheapest plan that brings back the windows that overflow."""
-    prediction = made(work.found.prediction)
-    work.found.remedy = remedy.find(work.model, work.low, prediction, work.tokens, work.request.execution)
+    prediction, numbers = made(work.found.prediction), work.lost_windows
+    work.found.remedy = remedy.find(work.model, work.low, prediction, work.tokens, numbers, work.request.execution)
 
 
 def predict_mended(work: Work) -> None:
@@ -242,7 +251,7 @@ STEPS = (
     Step("measurement", "measuring", measure_windows),
     Step(
         "remedy", "mending what overflows", mend_overflows, ("prediction",),  # what came rounded has no other form
-        lambda work: len(work.finite_windows) < len(work.tokens) and work.loaded.rounded is None,
+        lambda work: bool(work.lost_windows) and work.loaded.rounded is None,
     ),
     Step(
         "mended", "predicting what is mended", predict_mended, ("remedy",),

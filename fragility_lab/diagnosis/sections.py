@@ -113,6 +113,7 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
         curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
         found["drift"] = uri(figures_diagnosis.drift(curves[curves.error.notna()]))
         points = agreement(by_window(diagnosis))
+        points = points[(points[["predicted", "measured"]] > 0).all(axis=1)]  # both axes are logarithmic
         if len(points):
             target = TARGETS[diagnosis.request.measured_in][1]
             found["windows"] = uri(figures_diagnosis.windows(points, target))
@@ -147,7 +148,8 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
         "headline": headline(diagnosis, measured),
         "blocks": None if by_block is None else uri(figures_diagnosis.shares(by_block.head(4 * MANY), "block")),
         "by_site": None if by_block is None else shares(made(diagnosis.contributions), "site").rename(SITE_NAMES),
-        "by_block": by_block, "overflowing": [] if windows is None else windows,
+        "nothing": by_block is not None and not by_block.any(), "by_block": by_block,
+        "overflowing": [] if windows is None else windows,
         "leave_range": windows is not None and not windows.overflow.str.startswith(NO_OVERFLOW).all(),
         "still_overflowing": still,
         **of_mending(diagnosis),

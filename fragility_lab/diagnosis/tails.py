@@ -16,6 +16,7 @@ from fragility_core.models.paths import (
     forward_hook,
     hidden_and_logits,
 )
+from fragility_lab.diagnosis.tokens import usual
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.nested import tensors
 
@@ -102,7 +103,7 @@ def origins(low: LowPrecision, model: PreTrainedModel, window: Tensor, positions
             error = (rounded[path] - exact[path]).norm(dim=-1)
             relative = error / streams[block]
             kind = "attention" if id(model.get_submodule(path)) in attention else ""
-            found.append((path, kind, relative / relative.median(), error / exact[path].norm(dim=-1)))
+            found.append((path, kind, relative / usual(relative), error / exact[path].norm(dim=-1)))
     norms = {block: norm / norm.median() for block, norm in streams.items()}
     return [_origin(position, found, norms) for position in positions]
 

@@ -9,6 +9,7 @@ on another grid.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -72,8 +73,9 @@ class ErrorsByToken:
         """One row per window: bulk and tail of ``quantity``, a column of ``squares``.
 
         ``tokens`` is the number of tokens; ``mean``, ``median`` and ``ninetieth`` (90 % quantile) are over them.
-        ``in_tail`` counts the tokens above TAIL times the median, and ``share`` is their share of the sum. ``half`` is
-        the least number of tokens that make half of the sum. ``few`` is True if so few that they decide the window.
+        ``in_tail`` counts the tokens above TAIL times the ``usual`` one, and ``share`` is their share of the sum.
+        ``half`` is the least number of tokens that make half of the sum. ``few`` is True if so few that they decide the
+        window.
         ``predicted`` and ``predicted_median`` are mean and median of the predictions.
         """
         rows = []
@@ -81,26 +83,32 @@ class ErrorsByToken:
             values, expected = own[quantity].dropna().to_numpy(), drawn[quantity].dropna()
             order = np.sort(values)[::-1]
             half = int(np.searchsorted(order.cumsum(), order.sum() / 2)) + 1
-            above = values[values > TAIL * np.median(values)]
+            above = values[values > TAIL * usual(values)]
             rows.append(
                 {"window": window, "mean": values.mean(), "median": np.median(values)}
                 | {"ninetieth": np.quantile(values, 0.9), "in_tail": len(above)}
                 | {"share": above.sum() / values.sum() if values.sum() else 0.0, "half": half, "tokens": len(values)}
-                | {"few": half <= max(2, FEW * len(values)), "predicted": expected.mean()}
+                | {"few": bool(values.any()) and half <= max(2, FEW * len(values)), "predicted": expected.mean()}
                 | {"predicted_median": expected.median()}
             )
         return pd.DataFrame(rows)
 
     def tail(self, quantity: str, most: int) -> pd.DataFrame:
-        """At most ``most`` tokens: those farthest above the median of their window, all above TAIL times the median.
+        """At most ``most`` tokens: those farthest above the ``usual`` one of their window, all above TAIL times it.
 
-        The columns are ``window``, ``position``, ``token``, ``times`` (the median), ``value`` and ``predicted``.
+        The columns are ``window``, ``position``, ``token``, ``times`` (the usual one), ``value`` and ``predicted``.
         """
         known = self.known.assign(value=self.known[quantity], predicted=self.predicted[quantity])
-        known["times"] = known.value / known.groupby("window").value.transform("median")
+        known["times"] = known.value / known.groupby("window").value.transform(usual)
         known["token"] = [int(self.tokens[row.window][row.position]) for row in known.itertuples()]
         columns = ["window", "position", "token", "times", "value", "predicted"]
         return known[known.times > TAIL].sort_values("times", ascending=False).head(most)[columns]
+
+
+def usual(values: Any) -> float:
+    """The median of ``values`` (N,) that are not negative; where that is 0, of those above 0, or NaN without any."""
+    values = np.asarray(values)[np.isfinite(values)]
+    return float(np.median(values)) or (float(np.median(values[values > 0])) if values.any() else np.nan)
 
 
 def errors_by_token(

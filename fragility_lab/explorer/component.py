@@ -31,7 +31,7 @@ def share_of_rows(view: dict) -> list[tuple[str, str]]:
     for term, square in zip(target["terms"], squares):
         rows[term["row"]] = rows.get(term["row"], 0.0) + square
     order = sorted(rows, key=lambda row: {"embedding": -1, "norm": 1e6, "head": 1e7}.get(row) or int(row))
-    return [(ROWS.get(row, f"block {row}"), percent(rows[row] / squares.sum())) for row in order]
+    return [(ROWS.get(row, f"block {row}"), percent(rows[row] / (squares.sum() or 1.0))) for row in order]
 
 
 class Component:

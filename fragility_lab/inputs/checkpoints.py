@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedConfig,
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
+from fragility_gguf.folder import converted
 from fragility_lab.inputs import hub
-from fragility_lab.inputs.gguf_folder import converted
 from fragility_lab.inputs.names import EMBEDDED as EMBEDDED  # beside the functions that load it
 from fragility_lab.inputs.names import HubError, Wanted, local, not_found
 from fragility_lab.inputs.stored import require_described, require_described_weights, require_numbers, stored_as
@@ -36,7 +36,8 @@ def located(name: str, kind: str = "model", weights: bool = False) -> str:
         return str(place)
     try:
         with quiet_loading():
-            return converted(place, "tokenizer" if kind == "tokenizer" else "weights" if weights else "config")
+            part = "tokenizer" if kind == "tokenizer" else "weights" if weights else "config"
+            return converted(place, part, require_described_weights)
     except (ValueError, OSError):
         raise
     except Exception as cause:  # transformers may fail in any way on a file that is damaged inside

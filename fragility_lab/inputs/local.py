@@ -34,8 +34,8 @@ def local_rows(file: str) -> list[str]:
     if "text" not in columns:
         raise ValueError(f'data must have a column "text", {file!r} has {", ".join(map(str, columns))}')
     rows = [row for row in columns["text"] if row is not None]
-    if strange := next((row for row in rows if not isinstance(row, str)), None):
-        raise ValueError(f'the column "text" of {file!r} must hold strings, got {type(strange).__name__}')
+    if strange := [row for row in rows if not isinstance(row, str)]:
+        raise ValueError(f'the column "text" of {file!r} must hold strings, got {type(strange[0]).__name__}')
     return rows
 
 
@@ -94,7 +94,7 @@ def _columns(rows: list) -> Columns:
 
 
 def _csv(file: Path) -> Columns:
-    frame = pd.read_csv(file, encoding="utf-8")
+    frame = pd.read_csv(file, encoding="utf-8", keep_default_na=False, na_values=[""])  # NA and null are words
     return {name: frame[name].astype(object).where(frame[name].notna(), None).tolist() for name in frame}
 
 

@@ -3,31 +3,37 @@
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
 
 from fragility_adjoint.explain.error_samples import ErrorSamples
+from fragility_adjoint.mixed_precision.structure import text_config
 from fragility_core.models.paths import final_hidden
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.nested import together
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # numbers in configurations
 
 
 class ExpertChoices(TorchFunctionMode):
     """A context that records which experts are chosen for each of ``tokens`` tokens.
 
-    ``experts`` has one tensor (tokens, k) per router, with ascending rows. Choices of groups of experts, and routers
-    that take all experts, do not count.
+    ``experts`` has one tensor (tokens, k) per router, with ascending rows. Choices of groups of experts or of keys, and
+    routers that take all experts, do not count: what is chosen from must be as many as the experts of ``config``.
     """
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: Tensor, config: PreTrainedConfig | None):
         super().__init__()
-        self.tokens = tokens
+        self.shapes = (tokens.shape, (tokens.numel(),))
+        self.counts = {getattr(config, name, None) for name in EXPERTS} - {None}
         self.experts: list[Tensor] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.__name__ == "topk":
-            chosen = result.indices.flatten(0, -2)
-            if chosen.shape[-1] < args[0].shape[-1] and len(chosen) == self.tokens:
-                self.experts.append(chosen.sort(-1).values)
+            chosen, (*shape, width) = result.indices, args[0].shape
+            known = not self.counts or width in self.counts
+            if known and chosen.shape[-1] < width and tuple(shape) in self.shapes:
+                self.experts.append(chosen.flatten(0, -2).sort(-1).values)
         return result
 
 
@@ -36,7 +42,7 @@ def expert_choices(model: nn.Module, tokens: Tensor) -> list[Tensor]:
 
     The list is empty for a model that makes no such choice, or whose routers take all experts.
     """
-    with ExpertChoices(tokens.numel()) as choices:
+    with ExpertChoices(tokens, text_config(model)) as choices:
         final_hidden(model, tokens)
     return choices.experts
 

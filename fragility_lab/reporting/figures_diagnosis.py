@@ -58,9 +58,10 @@ def drift(drift: pd.DataFrame) -> Axes:
     sns.lineplot(
         drift, x="block", y="error", hue="plan", style="plan", markers=True, dashes=False, errorbar=("pi", 100), ax=axes
     )
-    axes.set(yscale="log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    plain_log_ticks(axes.yaxis)
+    if (drift.error > 0).any():
+        axes.set(yscale="log")
+        plain_log_ticks(axes.yaxis)
     return finished(axes, "after block", "relative error of the stream", inside=True)
 
 
@@ -78,7 +79,7 @@ def positions(tokens: pd.DataFrame, name: str) -> Axes:
     median = shown.groupby("position")[["known", "predicted"]].median()
     axes.plot(median.index, median.known, color=COLOURS[0], lw=1, label="median, measured")
     axes.plot(median.index, median.predicted, color=COLOURS[1], lw=1, label="median, predicted")
-    axes.set(yscale="log")
+    axes.set(yscale="log" if len(shown) else "linear")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.16))
     return finished(axes, "position in the window", name)

@@ -7,12 +7,12 @@ import torch
 from families import DENSE, EXPERTS, GROUPED, OTHERS, TOKENS
 from tiny import low_hidden, random_model
 from torch import nn
-from transformers import LlamaConfig, MistralConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, MistralConfig, MixtralConfig
 
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
-from fragility_lab.measurement.routing import ExpertChoices, changed_choices
+from fragility_lab.measurement.routing import ExpertChoices, changed_choices, expert_choices
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
 from fragility_quantization.quantized import lower
 
@@ -176,13 +176,29 @@ def test_changed_choices_are_those_of_the_router_logits(config):
     assert changed.any() and torch.equal(changed_choices(low, model, TOKENS), changed)
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 4), (5, 2)], ids=["within groups of experts", "all experts"])
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 4), (5, 2), (5, 1, 8), (1, 5, 24), (5, 4)],
+    ids=["within groups of experts", "all experts", "within the only group", "keys", "groups"],
+)  # fmt: skip
 def test_other_choices_than_of_some_experts_for_each_token_do_not_count(shape):
-    with ExpertChoices(tokens=5) as seen:
+    with ExpertChoices(TOKENS[:1, :5], MixtralConfig(num_local_experts=8)) as seen:
         torch.topk(torch.rand(shape), 2)
         torch.topk(torch.rand(5, 8), 2)
-    assert [chosen.shape for chosen in seen.experts] == [(5, 2)]
-    assert (seen.experts[0].diff() > 0).all()  # ascending
+        torch.topk(torch.rand(1, 5, 8), 2)
+    assert [chosen.shape for chosen in seen.experts] == [(5, 2), (5, 2)]
+    assert all((chosen.diff() > 0).all() for chosen in seen.experts)  # ascending
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(DeepseekV3Config, 4), (DeepseekV3Config, 1), (Glm4MoeConfig, 1)])
+def test_routers_with_groups_choose_once_for_each_token(kind, groups):
+    model = random_model(kind(
+        vocab_size=97, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, num_experts_per_tok=2, n_group=groups,
+        topk_group=min(groups, 2), first_k_dense_replace=0, n_shared_experts=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, max_position_embeddings=64, pad_token_id=0,
+    ))  # fmt: skip
+    tokens = TOKENS % 97
+    assert [chosen.shape for chosen in expert_choices(model, tokens)] == [(tokens.numel(), 2)] * 3
 
 
 def test_a_dense_model_chooses_no_experts():

@@ -317,7 +317,7 @@ def finite_by_hand(low, tokens):
 def test_the_cheapest_plan_that_mends_every_window_is_found(name):
     model, words, _, overflowing = case(name, 2)
     low = lower(model, "fp16", "emulated")
-    found = remedy.find(model, low, Adjoint(low, model, gradients="low")(TOKENS), TOKENS, "auto")
+    found = remedy.find(model, low, Adjoint(low, model, gradients="low")(TOKENS), TOKENS, range(3), "auto")
     assert [number in found.places for number in range(3)] == overflowing
     assert {place.words for place in found.places.values()} == {words}
     label, raised = MENDED[name]
@@ -345,7 +345,7 @@ def test_the_page_says_what_mends_an_overflow(name):
 def test_no_remedy_is_looked_for_where_nothing_overflows():
     model = made("llama", 2)
     low = lower(model, "fp16", "emulated")
-    found = remedy.find(model, low, Adjoint(low, model, gradients="low")(TOKENS), TOKENS, "auto")
+    found = remedy.find(model, low, Adjoint(low, model, gradients="low")(TOKENS), TOKENS, range(3), "auto")
     assert found.places == {} and found.tried == [] and found.plan is None
 
 

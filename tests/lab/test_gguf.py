@@ -27,11 +27,12 @@ from transformers import (
     Starcoder2Config,
 )
 
+from fragility_gguf.folder import converted
 from fragility_gguf.header import read_header
 from fragility_lab.inputs.checkpoints import load_config, load_model, load_tokenizer
-from fragility_lab.inputs.gguf_folder import converted
 from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.offloaded import load_offloaded
+from fragility_lab.inputs.stored import require_described_weights
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE |= {"num_hidden_layers": 3, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0}
@@ -254,16 +255,16 @@ def test_a_file_is_converted_once_and_again_when_it_changes(small, tmp_path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     file.write_bytes(small)
-    first = converted(str(file), "weights")
+    first = converted(str(file), "weights", require_described_weights)
     before = {path: path.stat().st_mtime_ns for path in Path(first).iterdir()}
-    assert converted(str(file), "weights") == first
+    assert converted(str(file), "weights", require_described_weights) == first
     assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == before
     os.utime(file, ns=(0, 0))
-    second = converted(str(file), "weights")
+    second = converted(str(file), "weights", require_described_weights)
     assert second != first and Path(first).is_dir()  # another process may read it
     os.utime(Path(first).parent, (0, 0))
     os.utime(file, ns=(10**9, 10**9))
-    third = converted(str(file), "weights")
+    third = converted(str(file), "weights", require_described_weights)
     assert not Path(first).exists() and Path(second).is_dir() and Path(third).is_dir()
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -19,17 +20,16 @@ from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import fragility_gguf
 from fragility_gguf.configuration import ROPE_FACTORS, configuration
 from fragility_gguf.header import Header, read_header
-from fragility_lab.inputs.stored import require_described_weights
 
 # How tokenizers of bytes split text, by llama.cpp's names: into GPT-2's words, and those that split each digit as well.
 # transformers knows others, and takes GPT-2's words for all that it does not know.
 WORDS = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
 DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 DAY = 24 * 3600  # seconds
-SOURCES = [Path(__file__), *sorted(Path(fragility_gguf.__file__).parent.glob("*.py"))]
+SOURCES = sorted(Path(__file__).parent.glob("*.py"))
+Check = Callable[[Any, str, dict], object]  # of a model, the name of its file, and the report of loading it
 
 
 def cache() -> Path:
@@ -37,12 +37,13 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fragility" / "gguf"
 
 
-def converted(file: str | Path, part: str) -> str:
+def converted(file: str | Path, part: str, check: Check) -> str:
     """The folder with a ``part`` of the model in the GGUF ``file``: its "config", "weights" or "tokenizer".
 
     The folder is made if there is none for this file, this code and these versions; it appears whole or not at all.
-    Older folders of the file are removed then, unless somebody has used them within a day.
-    Raises the errors of ``read_header``, ``configuration`` and ``write_model``.
+    Older folders of the file are removed then, unless somebody has used them within a day. ``check`` raises for
+    weights that are not those of the model. Raises its errors, and those of ``read_header``, ``configuration`` and
+    ``write_model``.
     """
     header = read_header(file)
     place, stat = str(header.file.resolve()), header.file.stat()
@@ -60,7 +61,8 @@ def converted(file: str | Path, part: str) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
             (inner := Path(made) / part).mkdir()
-            WRITTEN[part](header, inner)
+            writers = {"config": write_config, "tokenizer": write_tokenizer, "weights": partial(write_model, check)}
+            writers[part](header, inner)
             try:
                 inner.rename(folder / part)
             except OSError:
@@ -75,10 +77,11 @@ def write_config(header: Header, folder: Path) -> None:
     configuration(header).save_pretrained(folder)
 
 
-def write_model(header: Header, folder: Path) -> None:
+def write_model(check: Check, header: Header, folder: Path) -> None:
     """Write the model that transformers reads from the file of ``header``, dequantized to fp32.
 
-    Raises ValueError for tensors that transformers does not read, and OSError if the disk has no room.
+    Raises ValueError for tensors that transformers does not read, OSError if the disk has no room, and what ``check``
+    does.
     """
     config = configuration(header)
     with torch.device("meta"):
@@ -98,7 +101,7 @@ def write_model(header: Header, folder: Path) -> None:
             ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
     loaded, info = both
-    require_described_weights(loaded, str(header.file), info)
+    check(loaded, str(header.file), info)
     state = {name: x.contiguous() for name, x in loaded.state_dict().items()}
     model.load_state_dict(state, strict=True, assign=True)
     model.tie_weights()
@@ -138,6 +141,3 @@ def write_tokenizer(header: Header, folder: Path) -> None:
         each_digit = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([each_digit, byte_level])
     tokenizer.save_pretrained(folder)
-
-
-WRITTEN = {"config": write_config, "weights": write_model, "tokenizer": write_tokenizer}

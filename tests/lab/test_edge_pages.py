@@ -1,0 +1,105 @@
+"""Pages of models at the edges: nothing rounded, an overflow that is not measured, one in the head alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tiny import TINY, random_gpt2, random_tokens
+
+from fragility_lab import diagnosis
+from fragility_lab.diagnosis import page, plans
+from fragility_lab.diagnosis.needs import Forecast
+from fragility_lab.diagnosis.request import Request
+from fragility_lab.diagnosis.tokens import ErrorsByToken, usual
+from fragility_lab.inputs.loading import Inputs
+from fragility_lab.inputs.local import local_rows
+
+ASKED = Request("embedded", "embedded", "bf16", "1 block", windows=3, length=16)
+TOKENS = random_tokens(3, 16)
+
+
+def paged(model, **changes):
+    """The diagnosis of a model that was made here, and its page in one line."""
+    found = diagnosis.diagnose(
+        replace(ASKED, **changes), Inputs(model, TOKENS.flatten(), ""), TOKENS, Forecast(1.0, 1, None)
+    )
+    return found, " ".join(page.page(found).split())
+
+
+def test_a_page_where_nothing_is_rounded_says_so():
+    """As of a checkpoint in bf16 whose weights are rounded to bf16."""
+    model = random_gpt2(TINY)
+    for parameter in model.parameters():
+        parameter.data = parameter.bfloat16().float()
+    found, html = paged(model, weights_only=True)
+    found.require_complete()
+    assert (found.measured.mismatch == 0).all() and (found.prediction.windows.predicted == 0).all()
+    assert "are safe here" in html and "Nothing is rounded here: every number" in html
+    for words in ("did not help", "A few tokens decide", "heavy tail", "inf times"):
+        assert words not in html, words
+
+
+def test_an_overflow_that_is_not_measured_has_its_remedy():
+    model = random_gpt2(TINY)
+    model.transformer.h[1].mlp.c_proj.weight.data *= 1e6
+    found, html = paged(model, format="fp16", reference="no")
+    found.require_complete()
+    assert found.remedy.plan is not None and "With it, their mismatch is predicted as" in html
+    assert "and measured as" not in html
+
+
+@pytest.mark.parametrize("target", ["hidden", "kl"])
+def test_an_overflow_in_the_head_alone_is_mended(target):
+    model = random_gpt2(TINY)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 1e5, requires_grad=False)
+    model.config.tie_word_embeddings = False
+    found, html = paged(model, format="fp16", target=target)
+    found.require_complete()
+    assert found.remedy.plan.label == "lm_head" and [*found.remedy.places] == [0, 1, 2]
+    assert "fp16 overflows in 3 of 3 windows" in html or "fp16 gives no finite probabilities in 3 of 3 windows" in html
+    assert "come back with <b>lm_head</b> in fp32" in html
+
+
+def test_the_code_of_a_plan_with_static_scales_runs():
+    """It measures the scales over the reader's text."""
+    request = replace(ASKED, format="fp8-static", model="embedded", windows=1)
+    found = diagnosis.diagnose(request, *diagnosis.load(request), Forecast(1.0, 1, None))
+    names: dict = {}
+    exec(plans.snippet(request, found.plan, found.attention), names)
+    assert names["logits"].isfinite().all()
+
+
+def test_weights_alone_have_no_cache():
+    for recipe in ("kv-fp8", "w4a16-g32+kv-int8", "kv-fp8@fp32"):
+        with pytest.raises(ValueError, match="a KV cache holds no weights, which alone are to be rounded"):
+            replace(ASKED, format=recipe, weights_only=True)
+
+
+def test_a_tail_is_told_beside_the_tokens_that_have_an_error():
+    """One token's row differs: most tokens have none."""
+    errors = np.zeros((1, 40))
+    errors[0, 21:] = 1e-4
+    errors[0, 30] = 1.0
+    table = pd.DataFrame({"window": 0, "position": range(40), "error": errors[0]})
+    known = ErrorsByToken({0: torch.arange(40)}, table, table, {}, 1, 1)
+    tail = known.tail("error", 6)
+    assert tail.position.tolist() == [30] and tail.times.tolist() == pytest.approx([1e4])
+    none = replace(known, measured=table.assign(error=0.0))
+    assert none.tail("error", 6).empty and not none.summary("error").few.any() and none.summary("error").in_tail[0] == 0
+    assert usual([0, 0, 0, 4.0, 2.0]) == 3 and usual([1, 2, 3]) == 2 and np.isnan(usual([0, 0]))
+
+
+@pytest.mark.parametrize("value", ["0", "false", "[]", "{}", "0.0"])
+def test_rows_that_are_no_strings_are_refused(tmp_path, value):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"text": "words"}}\n{{"text": {value}}}\n')
+    with pytest.raises(ValueError, match='the column "text" of .* must hold strings, got'):
+        local_rows(str(file))
+
+
+def test_words_that_look_like_missing_values_stay(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_text('text,n\nNA,1\nnull,2\n"",3\nNone,4\nnan,5\n')
+    assert local_rows(str(file)) == ["NA", "null", "None", "nan"]
