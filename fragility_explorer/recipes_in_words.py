@@ -41,7 +41,7 @@ def scheme_in_words(scheme: NumberFormat | None, line: str) -> str:
 
 
 def in_words(recipe: Recipe) -> str:
-    """The numbers of ``recipe`` in words."""
+    """What ``recipe`` stores, in words, such as "INT4, 4.12 bits"."""
     linear: Operands = recipe.linear
     if recipe.cache is not None:
         return f"keys and values in {scheme_in_words(recipe.cache, 'token and head')}"

@@ -61,8 +61,10 @@ def converted(file: str | Path, part: str, check: Check) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
             (inner := Path(made) / part).mkdir()
-            writers = {"config": write_config, "tokenizer": write_tokenizer, "weights": partial(write_model, check)}
-            writers[part](header, inner)
+            written: dict[str, Callable[[Header, Path], None]] = {
+                "config": write_config, "tokenizer": write_tokenizer, "weights": partial(write_model, check),
+            }  # fmt: skip
+            written[part](header, inner)
             try:
                 inner.rename(folder / part)
             except OSError:

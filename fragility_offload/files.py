@@ -21,9 +21,9 @@ Device = torch.device | str | int
 
 
 class CheckpointTensors:
-    """Tensors that a ``converter`` of transformers makes of several in the files, or of one, such as a layer's experts.
+    """Tensors that a ``converter`` of transformers makes of those in the files, as for a layer's experts.
 
-    Without a converter it is a tensor in the files itself.
+    Without a converter it is one tensor as the files have it.
     """
 
     def __init__(self, path: str, converter: WeightConverter | None):

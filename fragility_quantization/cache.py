@@ -16,6 +16,9 @@ from fragility_numerics.internals import current_dispatch_mode
 from fragility_numerics.lowering import base_of
 from fragility_numerics.modes import current_function_mode
 
+NUMBERS = ("layer_idx", "layer_id")  # attributes with the number under which attention stores keys and values
+PAST = {"past_key_values", "layer_past"}  # arguments by which it gets the cache
+
 
 class RoundedCache(DynamicCache):
     """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in.
@@ -67,12 +70,16 @@ def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = 
 
 def cached_layers(model: nn.Module, kept: Collection[str]) -> frozenset[int]:
     """The numbers under which attention modules within the paths ``kept`` store keys and values."""
-    inside = {id(m): path for path, m in model.named_modules() if any(within(path, each) for each in kept)}
-    attending = ((inside[id(m)], m) for m in attention_modules(model) if id(m) in inside)
-    found: dict[str, Any] = {path: getattr(m, "layer_idx", None) for path, m in attending}
-    if unknown := [path for path, number in found.items() if number is None]:
-        raise ValueError(f"attention whose cache is kept must have its number as layer_idx, got none in {unknown[0]}")
-    return frozenset(found.values())
+    attending, found = {*map(id, attention_modules(model))}, []
+    for path, module in model.named_modules():
+        if not any(within(path, each) for each in kept):
+            continue
+        numbers = [number for name in NUMBERS if (number := getattr(module, name, None)) is not None]
+        if id(module) in attending and not numbers:
+            raise ValueError(f"attention whose cache is kept must have its number as layer_idx, got none in {path}")
+        if id(module) in attending or PAST & signature(module.forward).parameters.keys():
+            found += numbers[:1]
+    return frozenset(found)
 
 
 def give_cache(

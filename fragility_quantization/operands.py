@@ -24,6 +24,7 @@ from fragility_numerics.presence import source_of
 from fragility_quantization.ggml import GgmlType
 from fragility_quantization.gguf_mixes import ends, types_by_path
 from fragility_quantization.recipes import Operands, Recipe, of_type
+from fragility_quantization.schemes import Scheme
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -102,8 +103,13 @@ def layers_by_rules(model: nn.Module, recipe: Recipe) -> dict[str, Operands]:
 
 
 def rounded_bits(model: nn.Module, path: str, stored: NumberFormat) -> float:
-    """Bits of an entry of the parameter at ``path``; a type of ggml may fall back to another by the length of rows."""
-    return stored.of_width(row_width(model, path)).bits if isinstance(stored, GgmlType) else stored.bits
+    """Bits of an entry of the parameter at ``path``, by the length of its rows.
+
+    The last group of a row may be short, and a type of ggml falls back to another.
+    """
+    if isinstance(stored, GgmlType):
+        return stored.of_width(row_width(model, path)).bits
+    return stored.bits_of_width(row_width(model, path)) if isinstance(stored, Scheme) else stored.bits
 
 
 def row_width(model: nn.Module, path: str) -> int:

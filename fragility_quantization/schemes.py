@@ -114,6 +114,12 @@ class Scheme:
         zero = 0 if self.symmetric else self.format.bits
         return self.format.bits + ((self.scale_bits + zero) / shared if shared else 0)
 
+    def bits_of_width(self, width: int) -> float:
+        """The same in rows of ``width`` entries, whose last group may be short."""
+        if self.granularity != "group":
+            return self.bits
+        return self.format.bits + (self.bits - self.format.bits) * self.size * -(-width // self.size) / width
+
     def exact_in(self, dtype: torch.dtype) -> bool:
         """True if ``dtype`` holds every number that the scheme may give."""
         return dtype == torch.float32 or (self.scale == "e8m0" and dtype == torch.bfloat16)

@@ -55,7 +55,7 @@ class RandomSigns:
         return x + with_random_signs(error, self.generator, alike)
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
-        """The weight or buffer at ``path``, which is ``leaf`` without errors."""
+        """The weight or buffer at ``path`` with its error; ``leaf`` holds it without."""
         error = rounded.weighted_error(path, rounded.in_fp32(path)).error(...)
         return leaf + with_random_signs(error, self.generator)
 
@@ -74,7 +74,7 @@ class ScaledErrors:
         return self._between(x, rounded)
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
-        """The weight or buffer at ``path``, which is ``leaf`` without errors."""
+        """The weight or buffer at ``path`` with its error; ``leaf`` holds it without."""
         return self._between(leaf, rounded.in_fp32(path))
 
     def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Sampled:
 
 
 class SampledArithmetic(LowArithmetic):
-    """A context in which kernels compute as ``at`` says, with errors by ``rounding`` (None: without); none is recorded.
+    """A context in which kernels compute as in ``at``, with the errors that ``rounding`` makes, or none if it is None.
 
     Kernels of modules outside of ``base`` round nothing.
     """

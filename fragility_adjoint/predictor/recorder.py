@@ -52,7 +52,7 @@ class LookedUp(NamedTuple):
 
 @dataclass
 class PassPosition:
-    """The position of a differentiated pass of the window with this number."""
+    """How far a differentiated pass over the window with this number has come."""
 
     window: int = 0
     path: list[str] = field(default_factory=lambda: [""])  # of the modules whose forward is running, outermost first

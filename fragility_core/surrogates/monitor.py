@@ -190,10 +190,9 @@ class Monitor:
                 f"the score has one unit roundoff for all of a model, got {low.name}, whose linear layers or "
                 "cache have another: predict its mismatch with fragility_adjoint.predictor.Adjoint"
             )
-        self.low = low
+        self.low, self.power_iteration = low, power_iteration
         self.model: PreTrainedModel = low.model
         self.blocks = blocks(self.model)
-        self.power_iteration = power_iteration
         self.weight_statistics = WeightStatistics(self.blocks)
         self.refresh()
 
@@ -224,8 +223,8 @@ class Monitor:
         With ``reference``, the fp32 hidden states (B, T, d_model) of the same windows, the window rows have the
         ``mismatch``. With ``loss`` (models with a head) they have the mean next-token cross entropy in nats. With an
         ``attention_mask`` (B, T), 1 for tokens and 0 for padding, windows of one length share a pass without padding,
-        so that padding counts in no statistic. Raises TypeError for tokens that are no tensor, ValueError for a model
-        in training mode, and for tokens, a mask (``padding.spans``) or a reference of another shape.
+        so that padding counts in no statistic. Raises TypeError for tokens that are no tensor. Raises ValueError for a
+        model in training mode, and for tokens, a mask (``padding.spans``) or a reference of another shape.
         """
         require_tensor(tokens)
         if tokens.ndim != 2 or not tokens.numel():

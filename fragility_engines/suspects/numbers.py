@@ -28,7 +28,7 @@ WINDOWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
 
 @dataclass(frozen=True)
 class Number:
-    """A number that an engine may have otherwise.
+    """A number of the model, such as a norm's epsilon, that an engine may have set to another value.
 
     ``name`` has a place for its value, and ``mend`` says what to look at. ``own`` is the model's value, or 1 for a
     factor. The usual ``values`` are tried first. ``change`` gives the change of a model for a value, or of its logits

@@ -255,7 +255,7 @@ def fresh(norm: Any) -> Values:
 
 
 def activations(model: PreTrainedModel) -> Iterator[Suspect]:
-    """Suspects of another activation in the MLPs."""
+    """Suspects that the MLPs have another activation: one for each of ACTIVATIONS that differs from the model's."""
     names = ("act_fn", "act", "activation_fn", "activation")
     settings = [found for name in names for found in having(model, name, nn.Module) if takes_one(getattr(*found))]
     x = torch.linspace(-4, 4, 33)

@@ -107,7 +107,8 @@ class ErrorsByToken:
 
 def usual(values: Any) -> float:
     """The median of ``values`` (N,) that are not negative; where that is 0, of those above 0, or NaN without any."""
-    values = np.asarray(values)[np.isfinite(values)]
+    values = np.asarray(values)
+    values = values[np.isfinite(values)]
     return float(np.median(values)) or (float(np.median(values[values > 0])) if values.any() else np.nan)
 
 

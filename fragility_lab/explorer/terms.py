@@ -37,7 +37,7 @@ def measured_means(windows: pd.DataFrame) -> dict[str, float]:
 
 
 def rounded(values) -> Any:
-    """``values`` as nested lists of numbers with DIGITS significant digits."""
+    """A float, or an array or list of floats as nested lists, with DIGITS significant digits."""
     if isinstance(values, float):
         return float(f"{values:.{DIGITS}g}")
     return [rounded(value) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]

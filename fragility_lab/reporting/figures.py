@@ -111,7 +111,7 @@ def finished(
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Set ticks at 1, 2 and 5 times powers of ten, written out: fewer if many or long, more if one alone is left."""
+    """Set ticks at 1, 2 and 5 times powers of ten, written out; fewer over a wide range, more where one is left."""
     low, high = axis.get_view_interval()
     powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
 

@@ -6,7 +6,16 @@ import pandas as pd
 import pytest
 import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CodeGenConfig,
+    GPTNeoConfig,
+    LlamaConfig,
+    MixtralConfig,
+    MptConfig,
+    XGLMConfig,
+)
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.plans import protect
@@ -81,6 +90,31 @@ def test_kept_blocks_of_other_families_round_nothing(model, name):
     cached = [place for place in before.index if place[1] in ("key cache", "value cache")]
     assert len(cached) == 4 * ("kv" in name)  # two of each block
     assert {place[0] for place in cached if left.get(place, 0.0)} <= {"model.layers.1.self_attn"}
+
+
+OLDER = {  # whose attention lacks ``is_causal``, or calls its number otherwise
+    "bloom": BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=101),
+    "mpt": MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=101, max_seq_len=64),
+    "codegen": CodeGenConfig(n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=4, vocab_size=101),
+    "xglm": XGLMConfig(d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, vocab_size=101),
+    "gpt_neo": GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=101,
+        max_position_embeddings=64, intermediate_size=48,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OLDER)
+def test_kept_blocks_of_older_families_keep_their_cache(family):
+    model = random_model(OLDER[family])
+    prediction = Adjoint(lower(model, "kv-fp8"), model, gradients="low")(WINDOW)
+    known, before = Contributions(model, prediction), squares(prediction)
+    plan = known.keep(blocks=[0])
+    left = planned(model, plan)
+    gone = before.index[known.vanishing(plan)]
+    assert len([place for place in gone if place[1] in ("key cache", "value cache")]) == 2
+    assert (left[gone.intersection(left.index)] <= 1e-12 * before.sum()).all()
+    assert len([place for place in left.index if place[1] in ("key cache", "value cache")]) == 2  # of the other block
 
 
 @pytest.mark.parametrize("model", MODELS)

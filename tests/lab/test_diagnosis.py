@@ -1007,7 +1007,7 @@ def test_a_window_that_overflows_without_the_plan_only(tiny_tokens):
     html = page.page(found)
     assert "1 of 3 windows overflow" in html and "still overflow" not in html
     assert percent(table["measured with plan"][1:].mean()) in html
-    assert found.mended.window.tolist() == [0]
+    assert found.mended.window.tolist() == [0, 1, 2]  # in the others logits alone leave the range
     assert found.mended.predicted[0] == pytest.approx(found.mended.mismatch[0], rel=0.3)
 
 

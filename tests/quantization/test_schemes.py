@@ -244,3 +244,13 @@ def test_strange_tensors_pass(scheme):
     x = torch.tensor([[1.0, -torch.inf, torch.finfo(torch.bfloat16).min, torch.nan]])
     rounded = scheme.round(x)
     assert rounded[0, 1] == -torch.inf and rounded[0, 2] == x[0, 2] and rounded[0, 3].isnan()
+
+
+@pytest.mark.parametrize("name", ["w4a16-g128", "w4a16-zero-g128", "mxfp4-w", "nvfp4-w", "w8a16-channel", "fp8-w"])
+@pytest.mark.parametrize("width", [48, 128, 176, 576])
+def test_bits_count_the_scales_that_rounding_makes(name, width):
+    scheme = get_recipe(name).linear.weights
+    groups = scheme.scales(torch.randn(3, width)).numel() if scheme.granularity == "group" else 0
+    zero = 0 if scheme.symmetric else scheme.format.bits
+    stored = 3 * width * scheme.format.bits + groups * (scheme.scale_bits + zero)
+    assert scheme.bits_of_width(width) == pytest.approx(stored / (3 * width))
