@@ -134,7 +134,7 @@ def language_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: PreTrainedModel, stream: np.ndarray, config: TrainingConfig) -> float:
-    """Mean loss in nats a token over the first ``evaluation_windows`` windows of ``stream``; leaves training mode on."""
+    """Mean loss, nats a token, over the first ``evaluation_windows`` windows of ``stream``; leaves training mode on."""
     windows = sliding_window_view(stream, config.context + 1)[:: config.context][: config.evaluation_windows]
     parts = torch.from_numpy(windows.astype(np.int64)).split(config.micro_batch)
     model.eval()

@@ -115,7 +115,7 @@ class OverflowDetector(TorchDispatchMode):
         return result
 
     def hide(self, before: Any, result: Any) -> None:
-        """Forget the first overflow if this call hides it: its ``result`` is finite, what it changed (``before``) is not."""
+        """Forget the first overflow if this call hides it: its ``result`` is finite, and what was ``before`` is not."""
         found = self.first
         if found is None or found.call is not self.calls[-1]:
             return

@@ -25,6 +25,7 @@ from fragility_lab.diagnosis.means import (
     means,
     nats,
 )
+from fragility_lab.diagnosis.needs import chooses_experts
 from fragility_lab.diagnosis.options import text_of
 from fragility_lab.diagnosis.plans import of_mending, price, snippet
 from fragility_lab.diagnosis.request import Request
@@ -157,6 +158,7 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
         "decoded": DECODED, "bulk": bulk(diagnosis), "helps": helps(diagnosis), "limits": MEANING,
         "schemes": diagnosis.choices is not None,
         "after": level_of(known["protected"].kl.mean()) if known["protected"] is not None else "",
+        "experts": diagnosis.contributions is not None and chooses_experts(diagnosis.contributions.model),
         "large": best is not None and best["mean"] > limit,
         "disagreement": disagreement(found["predicted"], best) if both else None,
     }  # fmt: skip

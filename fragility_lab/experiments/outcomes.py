@@ -1,12 +1,13 @@
 """Results of the policies of E5: events and others, from the rows of its runs (protocol section 6)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 
 from fragility_core import theory
-from fragility_core.bgss import advance, trajectory
+from fragility_core.bgss import Policy, advance, trajectory
 from fragility_core.bgss.printed import PrintedBGSS
 from fragility_core.bgss.released import Released
 from fragility_lab.inputs.loading import require_at_least
@@ -191,6 +192,13 @@ def ledger(policy: Released, layers: int, steps: int) -> dict[str, object]:
         "final epsilon forced": theory.forced_epsilon(*limits),
         "protected layer-steps if forced": count if forced else None,
     }
+
+
+def ledgers(policies: Sequence[Policy], layers: int, steps: int) -> pd.DataFrame:
+    """``ledger`` of the last of ``policies`` that has one, and of the same with half an action for each block."""
+    held = [policy for policy in policies if isinstance(policy, Released)][-1:]
+    fewer = [replace(policy, max_total_actions=layers // 2) for policy in held]
+    return pd.DataFrame([ledger(policy, layers, steps) for policy in held + fewer])
 
 
 def gate_rates(policy: PrintedBGSS, rows: pd.DataFrame) -> pd.DataFrame:

@@ -408,3 +408,11 @@ def test_a_planted_checkpoint_runs_no_code(tmp_path):
     write_sealed(path, content.getvalue())
     with pytest.warns(UserWarning, match="run.checkpoint cannot be read .*, its run starts again"):
         assert e5.restore(path, None, None) is None
+
+
+def test_a_ledger_is_that_of_the_last_policy_that_has_one():
+    """As of a policy of one's own, which shares nothing with the released ones, in last place or alone."""
+    released, other = get_policy("bgss", base_epsilon=1e-5, unit_roundoff=2.0**-11), get_policy("none")
+    table = outcomes.ledgers([released, other], 12, 60)
+    assert table.actions.tolist() == [released.max_total_actions, 6]
+    assert outcomes.ledgers([other], 12, 60).empty

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import TINY, random_gpt2, random_tokens
+from tiny import TINY, random_gpt2, random_model, random_tokens
+from transformers import PhimoeConfig
 
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans
@@ -103,3 +104,15 @@ def test_words_that_look_like_missing_values_stay(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text('text,n\nNA,1\nnull,2\n"",3\nNone,4\nnan,5\n')
     assert local_rows(str(file)) == ["NA", "null", "None", "nan"]
+
+
+def test_a_router_without_topk_is_told_where_the_prediction_fails():
+    """PhiMoE chooses by ``max``, so that nothing counts its choices."""
+    config = PhimoeConfig(
+        vocab_size=TINY.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=8, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    found, html = paged(random_model(config), format="fp8_e4m3")
+    assert found.changed_experts is None
+    told = "This model chooses experts, too, in a way that this page does not follow"
+    assert told in html
