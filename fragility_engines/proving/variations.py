@@ -111,6 +111,17 @@ def gathered(
     return (z.gather(-1, window[1:, None])[:, 0] - z.logsumexp(-1)).double()
 
 
+def in_rows(size: int) -> Engine:
+    """An engine in native bf16 that reads ``size`` windows in a row, each of which sees those before it."""
+
+    def run(model: PreTrainedModel, windows: Tensor) -> Tensor:
+        low, last = narrow(model), windows.shape[1] - 1
+        rows = [windows[n - n % size : n + 1].flatten() for n in range(len(windows))]
+        return torch.stack([gathered(low, row)[-last:] for row in rows])
+
+    return run
+
+
 def batched(model: PreTrainedModel, windows: Tensor, padding: str = "") -> Tensor:
     """All windows in one batch, each behind eight tokens of ``padding`` "left" or before them, "right"."""
     low = narrow(model)
@@ -238,4 +249,5 @@ FAULTS = [
     Variation("a cache in int8", emulated("kv-int8"), "the recipe kv-int8"),
     Variation("linear layers in blocks of fp8", emulated("fp8-block"), "the recipe fp8-block", seen=False),
     Variation("weights in mxfp4", emulated("mxfp4-w"), "the recipe mxfp4-w", seen=False),
+    Variation("three sequences in a row", in_rows(3), "sequences that see those before them"),
 ]
