@@ -20,6 +20,9 @@ class Results:
     """The committed results of an ``experiment``, one of EXPERIMENTS; in a notebook, the value of a cell."""
 
     def __init__(self, experiment: str):
+        """Raises ValueError for another experiment."""
+        if experiment not in EXPERIMENTS:
+            raise ValueError(f"an experiment must be one of {', '.join(EXPERIMENTS)}, got {experiment!r}")
         self.experiment = experiment
         self.data: dict[str, Any] = EXPERIMENTS[experiment]()
 

@@ -266,7 +266,8 @@ def as_format(name: str | NumberFormat | torch.dtype) -> NumberFormat:
             raise TypeError(f"a format is needed, got a {type(name).__name__}: fragility_adjoint.lower takes recipes")
         return name
     if name not in FORMATS:
-        meant = f" (do you mean {called_by_torch(name)}?)" if called_by_torch(name) != name else ""
+        alike = called_by_torch(name.lower())
+        meant = f" (do you mean {alike}?)" if alike in FORMATS else ""
         raise ValueError(
             f"a format must be one of {', '.join(FORMATS)}, got {name!r}{meant}; fragility_adjoint.lower takes recipes"
         )

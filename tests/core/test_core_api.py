@@ -209,7 +209,7 @@ def test_formats_are_known_by_torch_s_names_too(tiny_gpt2):
     assert lower(tiny_gpt2, torch.float16).name == "fp16" and by_recipe(tiny_gpt2, torch.bfloat16).name == "bf16"
     assert lower(tiny_gpt2, torch.float32).name == "fp32"  # tf32 has the same dtype
     for low in (lower, by_recipe):
-        for name, meant in (("float16", "fp16"), ("torch.bfloat16", "bf16"), ("half", "fp16")):
+        for name, meant in (("float16", "fp16"), ("torch.bfloat16", "bf16"), ("half", "fp16"), ("BF16", "bf16")):
             with pytest.raises(ValueError, match=rf"got '{name}' \(do you mean {meant}\?\)"):
                 low(tiny_gpt2, name)
         with pytest.raises(ValueError, match="a dtype must be that of a format"):

@@ -264,3 +264,8 @@ def test_x1_of_a_real_model_has_its_error_by_kind_of_kernel(pictures):
                 shares = model["details"][place]["blocks"]["kinds"]
                 np.testing.assert_allclose(shares, sites.loc[(row.precision, row.length)], rtol=6e-3)
                 assert sum(shares) == pytest.approx(1, abs=0.01)
+
+
+def test_an_experiment_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="an experiment must be one of E1, E2, .*, got 'E4'"):
+        Results("E4")
