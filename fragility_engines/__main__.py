@@ -38,8 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"make compare: {refused}")
     except KeyboardInterrupt:
         sys.exit("make compare: interrupted before the page was written")
-    print("\n".join([found.verdict.line, *found.signs]))
-    print(f"\npage: {path.relative_to(paths.PROJECT)}")
+    # at once, as a reader such as head may close the pipe after the first line
+    print("\n".join([found.verdict.line, *found.signs, "", f"page: {path.relative_to(paths.PROJECT)}"]))
 
 
 if __name__ == "__main__":
