@@ -41,7 +41,7 @@ def scheme_in_words(scheme: NumberFormat | None, line: str) -> str:
 
 
 def in_words(recipe: Recipe) -> str:
-    """What ``recipe`` stores, in words, such as "INT4, 4.12 bits"."""
+    """What ``recipe`` stores, in words, such as "int4, groups of 128"."""
     linear: Operands = recipe.linear
     if recipe.cache is not None:
         return f"keys and values in {scheme_in_words(recipe.cache, 'token and head')}"

@@ -76,7 +76,9 @@ def cached_layers(model: nn.Module, kept: Collection[str]) -> frozenset[int]:
             continue
         numbers = [number for name in NUMBERS if (number := getattr(module, name, None)) is not None]
         if id(module) in attending and not numbers:
-            raise ValueError(f"attention whose cache is kept must have its number as layer_idx, got none in {path}")
+            raise ValueError(
+                f"attention whose cache is kept must have its number as {' or '.join(NUMBERS)}, got none in {path}"
+            )
         if id(module) in attending or PAST & signature(module.forward).parameters.keys():
             found += numbers[:1]
     return frozenset(found)

@@ -115,7 +115,7 @@ class Scheme:
         return self.format.bits + ((self.scale_bits + zero) / shared if shared else 0)
 
     def bits_of_width(self, width: int) -> float:
-        """The same in rows of ``width`` entries, whose last group may be short."""
+        """The same in rows of ``width`` entries, whose last group may be short; blocks count as whole ones."""
         if self.granularity != "group":
             return self.bits
         return self.format.bits + (self.bits - self.format.bits) * self.size * -(-width // self.size) / width

@@ -15,15 +15,9 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from fragility_adjoint.mixed_precision import structure
 from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
-from fragility_adjoint.mixed_precision.structure import (
-    KEEPABLE_SITES,
-    Stored,
-    storage,
-    stored_parameters,
-    without_cache,
-)
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
 from fragility_core.models.paths import within
@@ -64,7 +58,7 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
         for path in paths:
             hook = model.get_submodule(path).register_forward_pre_hook(partial(see, path))
             stack.callback(hook.remove)
-        model(tokens, **without_cache(model))
+        model(tokens, **structure.without_cache(model))
     groups: dict[tuple, list[str]] = {}
     for path in paths:
         groups.setdefault(seen.get(path, (path,)), []).append(path)
@@ -139,7 +133,7 @@ class Choices:
         self.rest, self._elsewhere = self._aligned([others for _, others in tables])
         self.others = self.rest.sum(1) + self._elsewhere
         chosen = {path for group in groups for path in group}
-        stored = stored_parameters(model, first.recipe)
+        stored = structure.stored_parameters(model, first.recipe)
         fixed = [p for p in stored if not (p.linear and chosen.intersection(p.users))]  # all that has no scheme
         self.weights = sum(p.entries for p in stored) - sum(p.entries for p in fixed)
         self.fixed_bits = sum(p.entries * p.bits for p in fixed)
@@ -155,7 +149,7 @@ class Choices:
             if name in ("residual", "scores"):
                 plans = [known.keep(sites=[name])]
             else:
-                paths = known.structure.sites.get(name, () if name in KEEPABLE_SITES else (name,))
+                paths = known.structure.sites.get(name, () if name in structure.KEEPABLE_SITES else (name,))
                 plans = [known.keep([path]) for path in paths]
             if not plans:
                 raise ValueError(f"parts to keep must be in this model, {', '.join(known.structure.sites)}, got {name}")
@@ -186,7 +180,7 @@ class Choices:
         aligned = [table.reindex(columns=columns, fill_value=0.0).to_numpy() for table in tables]
         return np.mean(aligned, 0), np.mean(strange, 0)
 
-    def _problem(self, parameters: Sequence[Stored]) -> Knapsack:
+    def _problem(self, parameters: Sequence[structure.Stored]) -> Knapsack:
         """The knapsack over the decisions: a scheme for each group, then those of ``Contributions.knapsack``."""
         inside, every = {g for _, g in self._inside}, range(len(self.groups))
         self._decisions = [(g, k) for g in every for k in range(len(self.names)) if g in inside or k != self._fp32]
@@ -195,7 +189,8 @@ class Choices:
         units, free = [*kept, *self.parts], [0.0] * len(self.parts)
         errors, sizes = ([*(table[d] for d in self._decisions), *free] for table in (self.mean, self.bits))
         # norms beside an fp32 stream have rounded weights
-        problem = self._known.knapsack(units, sizes, errors, *storage(parameters, [unit.modules for unit in units]))
+        stored = structure.storage(parameters, [unit.modules for unit in units])
+        problem = self._known.knapsack(units, sizes, errors, *stored)
         within_parts = [(len(kept) + i, number[g, self._fp32]) for i, g in self._inside]
         return replace(
             problem, weights=self.rest.mean(0), covers=problem.covers[:, self._places],
@@ -244,9 +239,8 @@ class Choices:
         if isinstance(bits, str):
             raise TypeError(f"bits are a number here, got {bits!r}: Errors.plan takes words")
         if bits < self.least_bits:
-            raise ValueError(
-                f"the budget must be at least {self.least_bits:.3g} bits, those of the smallest scheme, got {bits:g}"
-            )
+            least = np.ceil(self.least_bits * 1e3) / 1e3
+            raise ValueError(f"the budget must be at least {least:g} bits, those of the smallest scheme, got {bits:g}")
         return self._choice(self._knapsack.least_error(bits * self.weights))
 
     def within_bytes(self, size: float) -> Choice:
@@ -254,8 +248,8 @@ class Choices:
         least = (self.least_bits * self.weights + self.fixed_bits) / 8
         if size < least:
             raise ValueError(
-                f"the budget must be at least {least / 1e6:.4g} MB, which the model takes with the smallest schemes "
-                f"and all other parameters in {self.kernels}, got {size / 1e6:g} MB"
+                f"the budget must be at least {np.ceil(least / 1e3) / 1e3:g} MB, which the model takes with the "
+                f"smallest schemes and all other parameters in {self.kernels}, got {size / 1e6:g} MB"
             )
         return self._choice(self._knapsack.least_error(8 * size - self.fixed_bits))
 

@@ -62,17 +62,17 @@ class Contributions:
         samples = len(finite) * (self.rows.probe.max() + 1)
         # By place: c^2 over the square of the target's norm, mean over windows and probes.
         self.relative = (squares.groupby(self.rows.place).sum() / samples).to_numpy()
-        self._modules = self.structure.places.module
-        self._number_of_module, modules_once = pd.factorize(self._modules)
-        # By number: the paths of the module and of all that it is inside of.
+        self._modules, kinds, names = (self.structure.places[column] for column in ("module", "kind", "name"))
         self._embeddings, self._heads = embedding_paths(model), head_paths(model)
         quantized = {id(weight) for weight in stored_weights(model, self.recipe).values()}
         self._schemed = {path for path in self._embeddings if id(modules[path].weight) in quantized}
-        heads = {id(getattr(modules[path], "weight", None)): path for path in self._heads}
-        # The product makes most of the error of a quantized matrix that embedding and head share.
-        users = {path: heads.get(id(modules[path].weight), path) for path in self._schemed}
-        self._around = [{*lineage(users.get(path, path))} for path in modules_once]
-        self._kernels = self.structure.places.kind.eq("kernel").to_numpy(dtype=bool)
+        # Of a quantized matrix that embedding and head share, the head's product makes most of the error, where it ran.
+        heads = {id(getattr(modules[path], "weight", None)): path for path in self._heads if path in prediction.ran}
+        users = {path: heads[id(modules[path].weight)] for path in self._schemed if id(modules[path].weight) in heads}
+        owners = self._modules.mask(kinds.eq("weight") & names.eq("weight"), self._modules.replace(users))
+        self._number_of_module, once = pd.factorize(owners)
+        self._around = [{*lineage(path)} for path in once]  # by number: the paths of a module and of what it is inside
+        self._kernels = kinds.eq("kernel").to_numpy(dtype=bool)
         self.kernels_round = bool(self._kernels.any())  # or weights alone are rounded
         self._vanishing: dict[tuple[str, bool], np.ndarray] = {}  # plans ask for the same modules many times
 

@@ -1,7 +1,7 @@
 """Errors that a recipe makes in a model, in one call: predicted, by layer and site, and plans for a budget."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ UNITS = {"kl": "KL (nats a token)", "logprob": "change of log-probability (nats)
 class ModelPlan:
     """A ``plan`` for one ``model``, with the ``windows`` (B, T) over which static scales are measured."""
 
-    model: PreTrainedModel
+    model: PreTrainedModel = field(repr=False)
     plan: Plan
-    windows: Tensor
+    windows: Tensor = field(repr=False)
 
     @property
     def label(self) -> str:
@@ -71,6 +71,9 @@ class Errors:
         """``how`` are the arguments of ``bits.predictions`` with which ``prediction`` was made."""
         self.model, self.tokens, self.prediction, self.how = model, tokens, prediction, how
 
+    def __repr__(self) -> str:
+        return f"<errors of {self.prediction.recipe.name}, {self.prediction.target.name} {self.predicted:.3g}>"
+
     @property
     def windows(self) -> pd.DataFrame:
         """One row per window: ``predicted`` in the unit of the target, its ``standard_error``, and ``overflow``."""
@@ -97,7 +100,7 @@ class Errors:
             raise ValueError(f"errors are grouped by some of {', '.join(GROUPED)}, got {columns or 'none'}")
         places = self.contributions.structure.places.assign(square=self.contributions.relative)
         table = places.groupby([*columns], dropna=False)["square"].sum().sort_values(ascending=False).reset_index()
-        return table.assign(share=table.square / table.square.sum())
+        return table.assign(share=table.square / (table.square.sum() or 1.0))
 
     def plot(self, column: str = "layer", **options):
         """Bars of the shares of ``by(column)``, in the order of layers or else of their size, as matplotlib's axes.

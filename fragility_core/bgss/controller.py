@@ -54,8 +54,10 @@ class Controller:
         for more than one window: a policy decides on the blocks of one.
         """
         window, mask = as_windows(tokens, self.model)
-        if len(window) != 1 or (mask is not None and not mask.all()):
-            raise ValueError(f"a controller observes one window (1, T) a step, got {len(window)}, or padding")
+        if len(window) != 1:
+            raise ValueError(f"a controller observes one window (1, T) a step, got {len(window)}")
+        if mask is not None and not mask.all():
+            raise ValueError("a controller observes a window without padding, got a mask with 0: leave padding away")
         with ExitStack() as stack:
             for module in self.model.modules():
                 stack.callback(setattr, module, "training", module.training)

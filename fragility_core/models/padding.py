@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,15 @@ def as_windows(tokens: Any, model: PreTrainedModel) -> tuple[Tensor, Tensor | No
         raise TypeError(f"windows must be token ids, got text, {tokens!r:.60}: give what its tokenizer returns")
     try:
         found = torch.as_tensor(tokens, device=device)
+    except OverflowError:
+        raise ValueError(f"tokens must fit 64 bits, got {tokens!r:.60}") from None
     except ValueError as cause:
+        if "Overflow" in str(cause):
+            raise ValueError(f"tokens must fit 64 bits, got {tokens!r:.60}") from None
         raise ValueError(f"windows must have one length, or a mask for their padding ({cause})") from None
     except (TypeError, RuntimeError) as cause:
+        if isinstance(tokens, Tensor):
+            raise
         raise TypeError(f"windows must be token ids, got a {type(tokens).__name__} ({cause})") from None
     mask = None if mask is None else torch.as_tensor(mask, device=device)
     if found.dtype not in INTEGERS:

@@ -169,7 +169,7 @@ def patch(low: LowPrecision, model: PreTrainedModel, block: int) -> AbstractCont
     ``Patching``.
     """
     patching = Patching(model, low)
-    if not isinstance(block, int):
+    if not isinstance(block, int | np.integer):
         raise TypeError(f"a block is a number, 0 to {len(patching.pairs) - 1}, got {block!r:.40}")
     if not 0 <= block < len(patching.pairs):
         raise IndexError(f"block must be one of 0 to {len(patching.pairs) - 1}, got {block}")

@@ -161,12 +161,12 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     """The slopes of the suspects of ``directed``; and if none explains most of a gap beyond rounding, of further ones.
 
     Suspects that change a number a little may be below the noise, and are tested over all tokens of ``gap``, as are
-    those that need no pass. Of the others only the best over its ``screened`` part are, as what they do is either there
-    or not. A temperature that explains some of a gap is fitted. Where none explains SURE of the rest, what all blocks
-    have in common is tried, then numbers are fitted. Where no cause is found, or one that explains less, recipes are
-    tried for a gap LARGER than rounding, and the scales of layers for any. Where these do not explain CLEAR of it,
-    whole blocks are tried; and unless one explains SURE of it, places over the part: a block left out is much like its
-    attention left out.
+    those that need no pass. Of the others only the best over its ``screened`` part are, as what they do is either
+    there or not. A temperature that explains some of a gap is fitted. Where none explains SURE of the rest, packed
+    rows are tried, then what all blocks have in common, then numbers are fitted. Where no cause is found, or one
+    that explains less, recipes are tried for a gap LARGER than rounding, and the scales of layers for any. Where
+    these do not explain CLEAR of it, whole blocks are tried; and unless one explains SURE of it, places over the
+    part: a block left out is much like its attention left out.
     """
     part = screened(gap)
     whole = [suspect for suspect in directed.tried if suspect.slope or suspect.same_pass]

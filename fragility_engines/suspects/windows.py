@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from fragility_core.models.paths import attention_modules, embedding_paths
 from fragility_engines.suspects.suspect import Suspect, Window, logits
 
 CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
+CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len")  # in configurations
 PACKED = 4096  # tokens of a row of sequences at most
 
 
@@ -77,17 +77,18 @@ def packed(model: PreTrainedModel, lengths: Sequence[int], begin: Sequence[int])
     """Suspects of sequences of these ``lengths`` that see those before them in their row.
 
     Sequences with the numbers ``begin`` are the first of their rows. Empty if that is each, or if a row has more than
-    PACKED tokens. RoPE goes on behind the context, which learned positions cannot.
+    PACKED tokens, or is longer than a context behind which the model has no positions: RoPE alone goes on.
     """
     before = tuple(number - max(first for first in begin if first <= number) for number in range(len(lengths)))
     longest = max(sum(lengths[number - count : number + 1]) for number, count in enumerate(before))
-    if not any(before) or longest > PACKED:
+    config, ropes = model.config.get_text_config(), any(n.endswith("inv_freq") for n, _ in model.named_buffers())
+    contexts = [size for name in CONTEXTS if (size := getattr(config, name, None))]
+    behind = ropes and len(embedding_paths(model)) == 1
+    if not any(before) or longest > PACKED or not (behind or longest <= min(contexts, default=PACKED)):
         return []
     look = "how rows of several sequences are told apart (cu_seqlens, position_ids, the mask of attention)"
     name = "sequences that see those before them in a packed row"
-    learned: list[Any] = [model.get_submodule(path) for path in embedding_paths(model)]
-    fits = all(longest <= len(one.weight) for one in learned if one is not model.get_input_embeddings())
-    found = [Suspect(f"{name}, positions counted on", look, run=in_row, before=before)] if fits else []
+    found = [Suspect(f"{name}, positions counted on", look, run=in_row, before=before)]
     if attention_modules(model) and "position_ids" in inspect.signature(model.forward).parameters:
         whole, run = partial(masked, lambda own, places: own), partial(in_row, restarts=True)
         found.append(Suspect(f"{name}, positions from 0", look, whole, run=run, before=before))

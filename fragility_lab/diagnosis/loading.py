@@ -1,5 +1,6 @@
 """Loading what a request names: the model, whole or offloaded, and its windows, checked before any work."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def require_enough(request: Request, made: Any) -> None:
         least = (bits + sum(each[0].entries * each[0].bits for each in fixed)) / 8e6
         amount, words = amount / 1e6, "MB, which the model takes with the smallest schemes"
     if amount < least * (1 - 1e-9):
-        raise ValueError(f"the budget must be at least {least:.3g} {words}, got {amount:g}")
+        raise ValueError(f"the budget must be at least {math.ceil(least * 1e3) / 1e3:g} {words}, got {amount:g}")
 
 
 def set_attention(model: Any, request: Request) -> None:

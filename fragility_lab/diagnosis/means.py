@@ -79,7 +79,7 @@ def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
     if diagnosis.request.measured_in != "flips":
         return predicted
     mean = made(diagnosis.prediction).windows.predicted.mean()
-    return made(diagnosis.flips).changed(predicted / mean).mean()
+    return made(diagnosis.flips).changed(predicted / (mean or 1.0)).mean()
 
 
 def helps(diagnosis: Diagnosis) -> bool | None:

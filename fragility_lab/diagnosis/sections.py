@@ -144,7 +144,9 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
     windows = None if diagnosis.prediction is None else diagnosis.prediction.windows.query("overflow != ''")
     both = measures and "predicted" in found
     by_block = None if diagnosis.contributions is None else block_shares(diagnosis.contributions)
-    still = 0 if diagnosis.protected is None else int((~np.isfinite(diagnosis.protected.mismatch)).sum())
+    still = 0
+    if diagnosis.protected is not None:
+        still = int((~np.isfinite(diagnosis.protected[["mismatch", "kl"]]).all(axis=1)).sum())
     return {
         "headline": headline(diagnosis, measured),
         "blocks": None if by_block is None else uri(figures_diagnosis.shares(by_block.head(4 * MANY), "block")),

@@ -109,6 +109,8 @@ def usual(values: Any) -> float:
     """The median of ``values`` (N,) that are not negative; where that is 0, of those above 0, or NaN without any."""
     values = np.asarray(values)
     values = values[np.isfinite(values)]
+    if not len(values):
+        return np.nan
     return float(np.median(values)) or (float(np.median(values[values > 0])) if values.any() else np.nan)
 
 

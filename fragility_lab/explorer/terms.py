@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
-from torch import nn
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES, Contributions, Plan
 from fragility_adjoint.mixed_precision.bits import Choice, Choices
-from fragility_adjoint.mixed_precision.structure import ATTENTION, FP32_BITS
+from fragility_adjoint.mixed_precision.structure import ATTENTION, FP32_BITS, stored_parameters
 from fragility_core.models.paths import block_of, lineage
-from fragility_quantization.operands import weight_schemes
 
 DIGITS = 6  # significant digits of the numbers that a page carries
 # The site to keep that holds the roundings at each kind of place; scores can be kept alone, too.
@@ -83,17 +81,11 @@ class Parts:
         An owner is kept if one of its ``parts`` is. A norm that reads the stream is also kept beside an fp32 stream.
         """
         model, recipe = self.known.model, self.known.recipe
-        stored = weight_schemes(model, recipe)
-        owners: dict[int, tuple[nn.Parameter, list[str]]] = {}
-        for path, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), (parameter, []))[1].append(path)
         summed: dict[tuple[str, ...], list[float]] = {}
-        for key, (parameter, paths) in owners.items():
-            low = (stored.get(key) or recipe.kernels).bits
-            both = summed.setdefault(tuple(paths), [0.0, 0.0])
-            both[0] += parameter.numel() * (FP32_BITS - low) / 8
-            both[1] += parameter.numel() * FP32_BITS / 8
+        for stored in stored_parameters(model, recipe):
+            both = summed.setdefault(stored.users, [0.0, 0.0])
+            both[0] += stored.entries * (FP32_BITS - stored.bits) / 8
+            both[1] += stored.entries * FP32_BITS / 8
         norms = set(self.known.structure.stream_norms)
         return [
             {"owners": [{"parts": self.containing(p), "stream": p in norms} for p in paths], "all": low, "some": full}

@@ -24,7 +24,9 @@ class ExpertChoices(TorchFunctionMode):
     def __init__(self, tokens: Tensor, config: PreTrainedConfig | None):
         super().__init__()
         self.shapes = (tokens.shape, (tokens.numel(),))
-        self.counts = {getattr(config, name, None) for name in EXPERTS} - {None}
+        known = [n for name in EXPERTS if isinstance(n := getattr(config, name, None), int)]
+        idle = getattr(config, "zero_expert_num", 0) or 0  # experts that do nothing
+        self.counts = {count + more for count in known for more in (0, 1, idle)}  # 1: a router may choose to skip
         self.experts: list[Tensor] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

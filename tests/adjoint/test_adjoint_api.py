@@ -120,6 +120,13 @@ def test_a_plan_of_bits_chooses_schemes_and_is_applied(known):
     assert bound.predicted <= plan.predicted * 1.02
 
 
+def test_what_is_printed_says_what_it_is(known):
+    *_, errors = known
+    assert repr(errors) == f"<errors of w4a16-g32, kl {errors.predicted:.3g}>"
+    shown = repr(errors.plan("2 blocks"))
+    assert shown.startswith("ModelPlan(plan=Plan(format='w4a16-g32'") and "GPT2" not in shown and "tensor" not in shown
+
+
 def test_a_plan_is_exported(known, tmp_path):
     model, _, errors = known
     plan = errors.plan("6 bits")

@@ -189,6 +189,14 @@ def test_other_choices_than_of_some_experts_for_each_token_do_not_count(shape):
     assert all((chosen.diff() > 0).all() for chosen in seen.experts)  # ascending
 
 
+def test_routers_that_may_choose_nothing_are_counted():
+    """Beside the experts there are some that do nothing, or a choice to skip."""
+    with ExpertChoices(TOKENS[:1, :5], MixtralConfig(num_local_experts=8, zero_expert_num=4)) as seen:
+        for width in (8, 9, 12, 10):
+            torch.topk(torch.rand(5, width), 2)
+    assert len(seen.experts) == 3
+
+
 @pytest.mark.parametrize(("kind", "groups"), [(DeepseekV3Config, 4), (DeepseekV3Config, 1), (Glm4MoeConfig, 1)])
 def test_routers_with_groups_choose_once_for_each_token(kind, groups):
     model = random_model(kind(

@@ -34,13 +34,18 @@ def logits(model, tokens):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "kept",
-    [{}, {"sites": ["mlp"]}, {"sites": ["attention"]}, {"blocks": [0]}, {"modules": ["model.layers.1.mlp.down_proj"]}],
+    [
+        {}, {"sites": ["embedding"]}, {"sites": ["head"]}, {"sites": ["mlp"]}, {"sites": ["attention"]},
+        {"blocks": [0]}, {"modules": ["model.layers.1.mlp.down_proj"]},
+    ],
     ids=str,
-)
-def test_plans_leave_what_is_measured(recipe, kept):
-    model = llama(tied=False)
+)  # fmt: skip
+def test_plans_leave_what_is_measured(recipe, tied, kept):
+    """Of the final hidden state, which a head does not change, tied or not."""
+    model = llama(tied)
     plan = predict(model, TOKENS, recipe, probes=4).contributions.keep(**kept)
     assert plan.predicted == pytest.approx(measured(model, plan, final_hidden), rel=0.15)
 

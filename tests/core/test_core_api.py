@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens):
         ([[[1, 2]]], ValueError, "windows must be (B, T) and not empty, got shape (1, 1, 2)"),
         ([[1, 10**6]], ValueError, "tokens must be in the model's vocabulary, 0 to "),
         (None, TypeError, "windows must be token ids, got a NoneType"),
+        ([[10**30]], ValueError, "tokens must fit 64 bits"),
         ([{"ids": [1]}], TypeError, "windows must be token ids, got a list"),
         ({"ids": [[1, 2]]}, TypeError, "windows must be token ids, input_ids of a tokenizer, got ids"),
         (torch.ones(1, 2, dtype=torch.bool), TypeError, "windows must be token ids, got numbers of torch.bool"),
@@ -84,8 +86,8 @@ def test_passes_that_take_tensors_say_so(tiny_gpt2, tiny_tokens):
             monitor(given)
     with pytest.raises(TypeError, match="a module is needed, got a LowPrecision: of what lower returns give its model"):
         final_hidden(monitor.low, tiny_tokens)
-    small = torch.ones(1, 3, dtype=torch.uint8)
-    assert as_windows(small, tiny_gpt2)[0].dtype == torch.int64
+    for dtype in ("uint8", "uint16", "int32"):  # as files of tokens have them
+        assert as_windows(np.ones((1, 3), dtype), tiny_gpt2)[0].dtype == torch.int64
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile
@@ -103,7 +105,7 @@ def test_a_patched_block_is_that_of_patching(tiny_gpt2, tiny_tokens, format, exe
     stacked = Patching(tiny_gpt2, low)(tiny_tokens)
     with torch.no_grad(), observing_attention(low.model), low.running():  # as the stacked passes
         for block in range(3):
-            with patch(low, tiny_gpt2, block):
+            with patch(low, tiny_gpt2, np.int64(block)):
                 assert final_hidden(low.model, tiny_tokens).equal(stacked[block + 1])
         assert final_hidden(low.model, tiny_tokens).equal(stacked[0])  # nothing is left behind
     with pytest.raises(IndexError, match="block must be one of 0 to 2, got 3"):

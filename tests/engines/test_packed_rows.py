@@ -6,7 +6,7 @@ import torch
 from test_gap import WINDOWS, engine
 from test_suspects import LLAMA
 from tiny import random_model
-from transformers import GPT2Config
+from transformers import CodeGenConfig, GPT2Config, GPTJConfig, GPTNeoConfig, MptConfig, OPTConfig
 
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.measuring import measure
@@ -68,13 +68,35 @@ def test_the_trainer_that_packs_its_rows_is_named(model):
     assert cause.suspect.name == RESTARTED and cause.owner == "AGAINST"
 
 
-def test_learned_positions_do_not_go_on_behind_the_last():
-    gpt2 = random_model(GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=100, vocab_size=101))
-    assert [each.name for each in packed(gpt2, [48] * 4, [0, 2])] == [COUNTED, RESTARTED]
-    assert [each.name for each in packed(gpt2, [48] * 3, [0])] == [RESTARTED]
-    whole = row(gpt2, WINDOWS[:3], restart=True)[2]
-    windows = [Window(WINDOWS[2], before=WINDOWS[:2])]
-    assert torch.allclose(scores(gpt2, windows, packed(gpt2, [48] * 3, [0])[0])[0].float(), whole, atol=1e-4)
+TABLES = {  # positions are read from a table, or masks made for the context
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=100, vocab_size=101),
+    "gptj": GPTJConfig(n_embd=32, n_layer=2, n_head=2, n_positions=100, rotary_dim=8, vocab_size=101),
+    "codegen": CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=100, rotary_dim=4, vocab_size=101),
+    "mpt": MptConfig(d_model=32, n_layers=2, n_heads=4, max_seq_len=100, vocab_size=101),
+    "opt": OPTConfig(
+        hidden_size=32, ffn_dim=48, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=100, vocab_size=101,
+    ),
+    "gpt_neo": GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=101,
+        max_position_embeddings=100, intermediate_size=48,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_rows_do_not_go_on_behind_a_context_that_has_an_end(family):
+    model = random_model(TABLES[family])
+    assert packed(model, [48] * 3, [0]) == [] and packed(model, [51, 50], [0]) == []
+    found = packed(model, [48] * 4, [0, 2])
+    assert found[0].name == COUNTED
+    for suspect in found:
+        values = scores(model, [Window(WINDOWS[1], before=WINDOWS[:1])], suspect)[0]
+        assert values.isfinite().all(), suspect.name
+    if family == "gpt2":
+        for suspect, restart in zip(found, (False, True), strict=True):
+            values = scores(model, [Window(WINDOWS[1], before=WINDOWS[:1])], suspect)[0].float()
+            assert torch.allclose(values, row(model, WINDOWS[:2], restart)[1], atol=1e-4)
 
 
 def test_a_log_of_single_sequences_has_no_such_suspect(model):

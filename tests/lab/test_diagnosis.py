@@ -151,8 +151,7 @@ def test_a_budget_below_the_smallest_is_refused_before_weights_are_read(recipe, 
     if "MB" in budget:
         size = (size * choices.weights + choices.fixed_bits) / 8e6
     bound = float(re.search(r"at least ([\d.]+)", str(caught.value))[1])
-    exact = pytest.approx(size, rel=6e-3)
-    assert 0.95 * size < bound < size if recipe == "gguf-q4_k_m" else bound == exact  # rounded to three digits
+    assert 0.95 * size < bound < size if recipe == "gguf-q4_k_m" else size <= bound < size + 1e-3  # it is accepted
 
 
 def test_forecast_of_the_embedded_checkpoint():

@@ -9,6 +9,7 @@ import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from transformers import PhimoeConfig
 
+from fragility_adjoint.mixed_precision.errors import Errors
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans
 from fragility_lab.diagnosis.needs import Forecast
@@ -29,14 +30,16 @@ def paged(model, **changes):
     return found, " ".join(page.page(found).split())
 
 
-def test_a_page_where_nothing_is_rounded_says_so():
+@pytest.mark.parametrize("target", ["hidden", "kl", "flips"])
+def test_a_page_where_nothing_is_rounded_says_so(target):
     """As of a checkpoint in bf16 whose weights are rounded to bf16."""
     model = random_gpt2(TINY)
     for parameter in model.parameters():
         parameter.data = parameter.bfloat16().float()
-    found, html = paged(model, weights_only=True)
+    found, html = paged(model, weights_only=True, target=target)
     found.require_complete()
     assert (found.measured.mismatch == 0).all() and (found.prediction.windows.predicted == 0).all()
+    assert (Errors(model, TOKENS, found.prediction).by("layer").share == 0).all()
     assert "are safe here" in html and "Nothing is rounded here: every number" in html
     for words in ("did not help", "A few tokens decide", "heavy tail", "inf times"):
         assert words not in html, words
