@@ -109,7 +109,9 @@ def rounded_bits(model: nn.Module, path: str, stored: NumberFormat) -> float:
     """
     if isinstance(stored, GgmlType):
         return stored.of_width(row_width(model, path)).bits
-    return stored.bits_of_width(row_width(model, path)) if isinstance(stored, Scheme) else stored.bits
+    if isinstance(stored, Scheme) and stored.granularity == "group":  # others may store vectors, too
+        return stored.bits_of_width(row_width(model, path))
+    return stored.bits
 
 
 def row_width(model: nn.Module, path: str) -> int:

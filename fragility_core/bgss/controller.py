@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from fragility_core.bgss import get_policy, policy_class
 from fragility_core.bgss.state import State, advance
 from fragility_core.models.blocks import blocks
-from fragility_core.models.padding import as_windows, require_loaded
+from fragility_core.models.padding import as_windows, require_model
 from fragility_core.surrogates.scoring import Estimator, Scores
 from fragility_core.surrogates.shadow import Shadow
 from fragility_numerics.formats import NumberFormat
@@ -30,10 +30,10 @@ class Controller:
         """``model`` is the fp32 model that is trained, with a norm before each sublayer.
 
         ``policy`` is one of POLICIES by name, with its ``parameters``; epsilon begins at that of the model's norms.
-        ``seed`` is that of policies that draw. Raises TypeError for a model whose blocks are not known or that lacks
-        such norms, and the errors of ``require_loaded``, ``get_policy`` and ``lowering.lower``.
+        ``seed`` is that of policies that draw. Raises TypeError for what is no model of transformers, or one whose
+        blocks are not known or that lacks such norms, and the errors of ``get_policy`` and ``lowering.lower``.
         """
-        require_loaded(model)
+        require_model(model)
         found = blocks(model)
         first = found[0].norm_1
         if first is None or any(None in (block.norm_1, block.norm_2) for block in found):

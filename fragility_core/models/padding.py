@@ -107,13 +107,18 @@ def require_tensor(tokens: object) -> None:
         raise TypeError(f"windows must be a tensor (B, T) of token ids, got a {type(tokens).__name__}: see as_windows")
 
 
-def require_loaded(model: object) -> None:
-    """Raises TypeError unless ``model`` is one of transformers, and ValueError if its weights are not loaded."""
+def require_model(model: object) -> None:
+    """Raises TypeError unless ``model`` is one of transformers."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"a model of transformers is needed, got a {type(model).__name__}, {model!r:.60}: give what "
             "from_pretrained returned (model._orig_mod of a compiled one, model.merge_and_unload() of adapters)"
         )
+
+
+def require_loaded(model: Any) -> None:
+    """Raises TypeError unless ``model`` is one of transformers, and ValueError if its weights are not loaded."""
+    require_model(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("weights must be loaded, got a model on the meta device: load it with from_pretrained")
 

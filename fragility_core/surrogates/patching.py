@@ -19,7 +19,7 @@ from transformers import AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from fragility_core.models.blocks import blocks
-from fragility_core.models.padding import require_loaded
+from fragility_core.models.padding import require_model
 from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
 from fragility_numerics.attention import observing_attention
@@ -35,10 +35,10 @@ class Patching:
 
         Raises TypeError for an architecture whose blocks are not known, and ValueError if the attention of ``model``
         takes other masks than the monitored pass makes (eager, flash), or if it has another number of blocks. Raises
-        TypeError for a ``low`` that ``lower`` did not return, and the errors of ``require_loaded``.
+        TypeError for a ``low`` that ``lower`` did not return, and for a ``model`` that is none of transformers.
         """
         require_low(low)
-        require_loaded(model)
+        require_model(model)
         implementation = attention_of(model)
         if AttentionMaskInterface().get(implementation) is not sdpa_mask:
             raise ValueError(
