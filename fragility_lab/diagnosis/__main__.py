@@ -32,9 +32,10 @@ def require_possible(given: dict[str, Any]) -> None:
     for name in names:
         require_readable(name)  # takes no time
     from fragility_lab.diagnosis.given import require_same_architecture
+    from fragility_lab.diagnosis.loading import require_enough
     from fragility_lab.diagnosis.request import Request
     from fragility_lab.inputs.checkpoints import load_tokenizer
-    from fragility_lab.inputs.offloaded import require_fitting
+    from fragility_lab.inputs.offloaded import on_meta, require_fitting
 
     request = Request(**given)
     request.require_measured_in(given.get("target", request.measured_in))
@@ -42,6 +43,8 @@ def require_possible(given: dict[str, Any]) -> None:
         require_same_architecture(*names)
     for name in names:
         require_fitting(name)
+    if request.mixes:
+        require_enough(request, on_meta(names[-1]))
     if (place := local(names[0])) is not None and place.is_dir():
         load_tokenizer(names[0])  # takes a fraction of a second; that of a GGUF file is converted, which takes longer
 
