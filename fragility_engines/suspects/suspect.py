@@ -67,10 +67,9 @@ class Window(NamedTuple):
     before: Sequence[Tensor] = ()
 
 
-def logits(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """The logits (T, V) of one window (T,), in fp32; ``positions`` (T,) are those of its tokens, if not 0 to T - 1."""
-    given = {} if positions is None else {"position_ids": positions[None]}
-    return model(tokens[None], use_cache=False, **given).logits[0].float()
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits (T, V) of one window (T,), in fp32."""
+    return model(tokens[None], use_cache=False).logits[0].float()
 
 
 @torch.no_grad()

@@ -4,13 +4,14 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fragility_core.models.paths import attention_modules, embedding_paths
-from fragility_engines.suspects.suspect import Suspect, Window, logits
+from fragility_engines.suspects.suspect import Suspect, Window
 
 CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len")  # in configurations
@@ -97,9 +98,12 @@ def packed(model: PreTrainedModel, lengths: Sequence[int], begin: Sequence[int])
 
 def in_row(model: PreTrainedModel, window: Window, restarts: bool = False) -> Tensor:
     """The logits (T, V) of a ``window`` behind those before it, whose positions go on unless each ``restarts``."""
-    row = [*window.before, window.tokens]
-    positions = torch.cat([torch.arange(len(tokens), device=tokens.device) for tokens in row]) if restarts else None
-    return logits(model, torch.cat(row), positions)[-len(window.tokens) :]
+    row, count, how = [*window.before, window.tokens], len(window.tokens), dict[str, Any]()
+    if restarts:
+        how["position_ids"] = torch.cat([torch.arange(len(each), device=each.device) for each in row])[None]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:  # those of a whole row may take gigabytes
+        how["logits_to_keep"] = count
+    return model(torch.cat(row)[None], use_cache=False, **how).logits[0, -count:].float()
 
 
 def without_first(count: int, model: PreTrainedModel) -> AbstractContextManager[None]:
