@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fragility_engines.logs.sequences import READERS, Scored, read, write
@@ -168,6 +168,8 @@ def test_a_log_without_sequences_is_refused(tmp_path):
     )
 )  # fmt: skip
 def test_what_is_written_is_read_as_it_was(tmp_path_factory, sequences):
+    values = [value for pairs in sequences for _, value in pairs[1:] if value is not None]
+    assume(len(values) < 8 or min(values) < max(values))  # values that do not vary are refused
     made = [
         Scored(np.array([t for t, _ in pairs]), np.array([math.nan if v is None else v for _, v in pairs]))
         for pairs in sequences

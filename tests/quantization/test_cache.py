@@ -40,5 +40,7 @@ def test_kept_attention_is_found_by_its_number(tiny_gpt2):
     assert cached_layers(tiny_gpt2, ("transformer.h.1", "transformer.h.2.mlp")) == {1}
     model = random_gpt2(tiny_gpt2.config)
     model.transformer.h[1].attn.layer_idx = None
-    with pytest.raises(ValueError, match=r"must have its number as layer_idx, got none in transformer\.h\.1\.attn"):
+    with pytest.raises(
+        ValueError, match=r"must have its number as layer_idx or layer_id, got none in transformer\.h\.1\.attn"
+    ):
         cached_layers(model, ("transformer.h",))
