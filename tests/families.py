@@ -3,6 +3,7 @@
 from tiny import random_tokens
 from transformers import (
     BloomConfig,
+    CodeGenConfig,
     CohereConfig,
     FalconConfig,
     Gemma2Config,
@@ -10,10 +11,12 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     Olmo2Config,
     OPTConfig,
     Phi3Config,
@@ -22,6 +25,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    XGLMConfig,
 )
 
 TOKENS = random_tokens(4, 64, vocabulary=257, smallest=1)
@@ -56,3 +60,13 @@ EXPERTS = [
     Qwen2MoeConfig(shared_expert_intermediate_size=96, **ROUTED),
     Qwen3MoeConfig(head_dim=16, **ROUTED),
 ]  # fmt: skip
+OLDER = {  # attention lacks ``is_causal``, or calls its number otherwise; positions or masks end with the context
+    "bloom": BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=101),
+    "mpt": MptConfig(d_model=32, n_layers=2, n_heads=4, max_seq_len=100, vocab_size=101),
+    "codegen": CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=100, rotary_dim=4, vocab_size=101),
+    "xglm": XGLMConfig(d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, vocab_size=101),
+    "gpt_neo": GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=101,
+        max_position_embeddings=100, intermediate_size=48,
+    ),
+}  # fmt: skip

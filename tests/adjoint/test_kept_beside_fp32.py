@@ -14,9 +14,9 @@ EVERYTHING = {"blocks": range(2), "sites": ["embedding", "head", "norms"]}
 RECIPES = ("w8a8-int8@fp32", "fp8-dynamic@fp32", "torchao-int8", "ctranslate2-int8", "openvino-int8", "ggml-q4_0")
 
 
-def llama(tied):
+def llama(tied, depth=2):
     return random_model(LlamaConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=101, hidden_size=64, intermediate_size=128, num_hidden_layers=depth, num_attention_heads=4,
         num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied,
     ))  # fmt: skip
 
@@ -61,6 +61,14 @@ def test_nothing_is_left_where_all_is_kept(recipe, tied):
         assert max(left) < 0.05 * known.keep().predicted and min(left) > 0
     else:
         assert left == (0, 0)
+
+
+def test_a_plan_of_a_deep_model_leaves_what_is_measured():
+    model = llama(tied=False, depth=40)
+    known = predict(model, TOKENS, "torchao-int8").contributions
+    plan = known.keep(blocks=range(20))
+    assert plan.predicted == pytest.approx(measured(model, plan, final_hidden), rel=0.2)
+    assert known.keep(blocks=range(40)).predicted == 0
 
 
 @pytest.mark.parametrize("recipe", ["ctranslate2-int8", "openvino-int8-w"])

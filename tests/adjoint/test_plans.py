@@ -5,17 +5,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
+from families import OLDER
 from tiny import TINY, random_gpt2, random_model, random_tokens
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    CodeGenConfig,
-    GPTNeoConfig,
-    LlamaConfig,
-    MixtralConfig,
-    MptConfig,
-    XGLMConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.plans import protect
@@ -90,18 +82,6 @@ def test_kept_blocks_of_other_families_round_nothing(model, name):
     cached = [place for place in before.index if place[1] in ("key cache", "value cache")]
     assert len(cached) == 4 * ("kv" in name)  # two of each block
     assert {place[0] for place in cached if left.get(place, 0.0)} <= {"model.layers.1.self_attn"}
-
-
-OLDER = {  # whose attention lacks ``is_causal``, or calls its number otherwise
-    "bloom": BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=101),
-    "mpt": MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=101, max_seq_len=64),
-    "codegen": CodeGenConfig(n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=4, vocab_size=101),
-    "xglm": XGLMConfig(d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, vocab_size=101),
-    "gpt_neo": GPTNeoConfig(
-        hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=101,
-        max_position_embeddings=64, intermediate_size=48,
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", OLDER)

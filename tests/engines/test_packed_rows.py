@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from families import OLDER
 from test_gap import WINDOWS, engine
 from test_suspects import LLAMA
 from tiny import random_model
-from transformers import CodeGenConfig, GPT2Config, GPTJConfig, GPTNeoConfig, MptConfig, OPTConfig
+from transformers import GPT2Config, GPTJConfig, LlamaConfig, OPTConfig
 
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.measuring import measure
@@ -39,9 +40,9 @@ def row(low, windows, restart):
     return found[:, :-1].gather(-1, windows[:, 1:, None])[..., 0]
 
 
-def packs(size, restart):
+def packs(size, restart, config=LLAMA):
     """The log of native bf16 with ``size`` windows in a row."""
-    low = random_model(LLAMA).bfloat16()
+    low = random_model(config).bfloat16()
     found = torch.cat([row(low, part, restart) for part in WINDOWS.split(size)])
     return [Scored(w.numpy(), np.concatenate([[np.nan], x.numpy()])) for w, x in zip(WINDOWS, found)]
 
@@ -58,6 +59,14 @@ def test_rows_that_are_not_told_apart_are_named(model, size, name, restart):
     assert verdict.cause.suspect.name == name and not verdict.partial, verdict.line
 
 
+def test_rows_are_named_at_40_blocks():
+    config = LlamaConfig(**(LLAMA.to_dict() | {"num_hidden_layers": 40}))
+    model, log = random_model(config), packs(3, False, config)
+    directed = Directions(model, log, suspects(model, Facts.of(log, 0)))
+    found, further = explained(gap := measure(model, log, "bf16", seen=directed.see), directed)
+    assert judge(gap, [*found, *further]).cause.suspect.name == COUNTED
+
+
 def test_the_trainer_that_packs_its_rows_is_named(model):
     native = engine(lambda window: logprobs(random_model(LLAMA).bfloat16(), window))
     log = packs(3, restart=True)
@@ -71,16 +80,11 @@ def test_the_trainer_that_packs_its_rows_is_named(model):
 TABLES = {  # positions are read from a table, or masks made for the context
     "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=100, vocab_size=101),
     "gptj": GPTJConfig(n_embd=32, n_layer=2, n_head=2, n_positions=100, rotary_dim=8, vocab_size=101),
-    "codegen": CodeGenConfig(n_embd=32, n_layer=2, n_head=4, n_positions=100, rotary_dim=4, vocab_size=101),
-    "mpt": MptConfig(d_model=32, n_layers=2, n_heads=4, max_seq_len=100, vocab_size=101),
     "opt": OPTConfig(
         hidden_size=32, ffn_dim=48, word_embed_proj_dim=32, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=100, vocab_size=101,
     ),
-    "gpt_neo": GPTNeoConfig(
-        hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], vocab_size=101,
-        max_position_embeddings=100, intermediate_size=48,
-    ),
+    **{family: OLDER[family] for family in ("codegen", "mpt", "gpt_neo")},
 }  # fmt: skip
 
 
