@@ -240,10 +240,11 @@ lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab
 	$(PYTHON) -m jupyterlab --config=jupyter_server_config.py $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .PHONY: docs
-docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md and the findings of README and site from the tables in outputs
+docs: $(ENVIRONMENT)  ## write docs/results.md, docs/sinks.md, the findings of README and site, and tables of other pages, from outputs
 	$(PYTHON) -m fragility_lab.reporting.results
 	$(PYTHON) -m fragility_lab.reporting.results_sinks
 	$(PYTHON) docs/site/finding.py
+	$(PYTHON) docs/site/engine_tables.py
 	$(PYTHON) docs/site/sentence.py
 
 .PHONY: site

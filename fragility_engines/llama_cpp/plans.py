@@ -120,18 +120,6 @@ def compared(
     return pd.DataFrame(rows)
 
 
-def as_markdown(tables: dict[str, pd.DataFrame]) -> str:
-    """The ``tables`` by the names of their models, as docs/exports.md has them."""
-    lines = ["| model | file | MB | KL predicted | emulated | llama.cpp | of the mix |", "|---" * 7 + "|"]
-    for model, table in tables.items():
-        for row in table.itertuples():
-            divergences = [f"{x:.5f}" for x in (row.kl_predicted, row.kl_emulated, row.kl_llama_cpp)]
-            name = " at ".join(part.upper() if "_" in part else part for part in row.file.split(" at "))
-            cells = [model, name, f"{row.MB:.2f}", *divergences, f"{row.beside_mix:.2f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def table_for(asked: argparse.Namespace) -> pd.DataFrame:
     """The table of ``compared`` for what was asked; raises ValueError for mixes and types that are not known, too."""
     mixes, types = asked.mixes.split(), asked.types.split()

@@ -1,6 +1,6 @@
 """X3: verdicts on engines with known truth, harmless ones and faulty ones (``variations``)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -119,14 +119,3 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
         "right cause named": (caused.named.sum(), len(caused)),
     }
     return pd.DataFrame.from_dict(rows, orient="index", columns=["count", "of"])
-
-
-def as_markdown(tables: Mapping[str, pd.DataFrame]) -> str:
-    """A table of the ``summary`` of ``tables`` by the model's name: of all engines, and of those held back."""
-    rows = ["| model | engines | false alarms | faults missed | right cause named |", "|---|---|---|---|---|"]
-    for model, table in tables.items():
-        for which, part in (("all", table), ("held back", table[~table.seen])):
-            counts = summary(part)
-            cells = [f"{row['count']} of {row.of}" for name, row in counts.iterrows() if "wrong" not in str(name)]
-            rows.append(f"| {model} | {which}, {len(part)} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)

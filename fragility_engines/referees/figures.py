@@ -1,6 +1,4 @@
-"""The figure of X4, and its table in the docs."""
-
-from collections.abc import Mapping
+"""The figure of X4."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -24,25 +22,3 @@ def referees(table: pd.DataFrame) -> Axes:
     axes.set(ylim=(len(rows) - 0.5, -0.5))
     axes.legend()
     return finished(axes, "KL over that of the engine; grey: within 10 %", "")
-
-
-def as_markdown(tables: Mapping[str, pd.DataFrame]) -> str:
-    """A table of the engines that round: KL by each of them, emulated and predicted over it; for models by name."""
-    kls = {name: table[table.quantity == "kl"].set_index("engine") for name, table in tables.items()}
-    rows = ["| engine | " + " | ".join(f"{name}: KL | emulated / KL | predicted / KL" for name in kls) + " |"]
-    rows.append("|---" * (1 + 3 * len(kls)) + "|")
-    for engine in dict.fromkeys(engine for table in kls.values() for engine in table.index):
-        cells = [cell for table in kls.values() for cell in of_engine(table, engine)]
-        rows.append(f"| {engine} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
-def of_engine(table: pd.DataFrame, engine: str) -> list[str]:
-    """KL, emulated over it and predicted over it, of an ``engine`` in a ``table`` by engine; of one in fp32 the KL."""
-    if engine not in table.index:
-        return ["not run", "", ""]
-    row = table.loc[engine]
-    if pd.isna(row.measured):
-        return ["refused", "", ""]
-    ratios = [row.emulated / row.measured, row.ratio] if pd.notna(row.ratio) else []
-    return [f"{row.measured:.2e}", *(f"{ratio:.2f}" for ratio in ratios), *[""] * (2 - len(ratios))]

@@ -19,7 +19,6 @@ from fragility_engines.referees.known import REFEREES, Referee
 from fragility_engines.referees.runs import Referees, RefereeSpec, asked, get_referee, versions
 from fragility_engines.referees.worker import RUNNERS, carry_out, installed
 from fragility_exports.plan import Plan
-from fragility_lab.paths import OUTPUTS, PROJECT
 from fragility_lab.running.engine import complete
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import ENGINES
@@ -160,11 +159,3 @@ def test_the_figure_has_a_line_for_each_engine_that_rounds(rows):
     table = pd.DataFrame([*rows("torch int8"), {"engine": "x", "quantity": "kl", "refused": "no"}])
     axes = figures.referees(table)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["torch int8"]
-
-
-def test_the_page_has_what_was_measured():
-    folders = {"embedded Llama": "embedded-llama", "SmolLM2": "smollm2-135m"}
-    paths = {model: OUTPUTS / folder / "tables" / "x4_referees.csv" for model, folder in folders.items()}
-    table = figures.as_markdown({model: pd.read_csv(path) for model, path in paths.items()})
-    page = (PROJECT / "docs" / "engines.md").read_text(encoding="utf-8")
-    assert table in page, f"docs/engines.md must have this table:\n{table}"

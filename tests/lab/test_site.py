@@ -7,6 +7,7 @@ import re
 import sys
 from types import ModuleType
 
+import pytest
 import yaml
 
 from fragility_lab.paths import PROJECT
@@ -26,7 +27,7 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
-conf, finding = loaded("conf"), loaded("finding")
+conf, finding, engine_tables = loaded("conf"), loaded("finding"), loaded("engine_tables")
 
 
 def write_page(folder, name: str, body: str) -> None:
@@ -142,3 +143,22 @@ def test_the_picture_of_the_broken_sentence_is_that_of_the_data():
         first = re.findall('<tspan class="first">(.*?)</tspan>', "".join(sentence.lines_of(text, row["words"])))
         parted = [b for a, b in zip(text["words"], row["words"]) if a != b]
         assert [html.unescape(word) for word in first] == [word.strip() for word in parted[:1]]
+
+
+@pytest.mark.parametrize("name", engine_tables.TABLES)
+def test_tables_of_engines_are_those_of_the_committed_ones(name, monkeypatch):
+    page, *_ = engine_tables.TABLES[name]
+    expected = engine_tables.written(name)
+    lines = expected.splitlines()
+    assert len(lines) > 5 and len({line.count("|") for line in lines}) == 1
+    assert f"<!-- {name}: make docs -->\n\n{expected}\n" in (PROJECT / "docs" / page).read_text(encoding="utf-8")
+    monkeypatch.setattr(engine_tables, "MODELS", {"another name": "embedded-llama"})
+    assert engine_tables.written(name) != expected and "another name" in engine_tables.written(name)
+
+
+def test_a_page_without_a_place_for_its_table_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "engines.md").write_text("# Engines\n", encoding="utf-8")
+    monkeypatch.setattr(engine_tables, "PROJECT", tmp_path)
+    with pytest.raises(ValueError, match=r"engines.md must have one place for the table 'proving ground'.* got 0"):
+        engine_tables.main()
