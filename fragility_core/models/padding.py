@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+AFTER_PADDING = {  # types whose first position is behind the padding token's number
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
 INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
@@ -121,10 +124,16 @@ def require_loaded(model: Any) -> None:
         raise ValueError("weights must be loaded, got a model on the meta device: load it with from_pretrained")
 
 
+def context_length(config: PreTrainedConfig) -> float:
+    """The most tokens of a window that a model of ``config`` takes: infinite where positions are relative."""
+    text = config.get_text_config()
+    sizes = [size for name in ("max_position_embeddings", "max_seq_len") if (size := getattr(text, name, None))]
+    return min(sizes, default=math.inf) - (text.pad_token_id + 1 if text.model_type in AFTER_PADDING else 0)
+
+
 def require_tokens(windows: Tensor, model: PreTrainedModel) -> None:
     """Raises ValueError unless ``windows`` (B, T) have tokens of the vocabulary of ``model`` and fit its context."""
-    known = model.config.get_text_config()
-    context = getattr(known, "max_position_embeddings", None) or math.inf  # none where positions are relative
+    known, context = model.config.get_text_config(), context_length(model.config)
     if windows.ndim != 2 or not windows.numel():
         raise ValueError(f"windows must be (B, T) and not empty, got shape {tuple(windows.shape)}")
     if windows.shape[1] > context:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target, get_target
+from fragility_core.models.padding import context_length
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.logs import tops
 from fragility_engines.logs.sequences import Scored
@@ -226,8 +227,7 @@ def paired(sequences: Sequence[Scored], reference: Sequence[Scored] | None) -> l
 
 def require_fitting(config: PreTrainedConfig, sequences: Sequence[Scored]) -> None:
     """Raises ValueError for tokens outside of the vocabulary of ``config``, and sequences beyond its context."""
-    config = config.get_text_config()
-    context = getattr(config, "max_position_embeddings", np.inf)
+    config, context = config.get_text_config(), context_length(config)
     for number, each in enumerate(sequences):
         largest = max([each.tokens.max(), *(token for top in each.tops if top for token in top)])
         if largest >= config.vocab_size:

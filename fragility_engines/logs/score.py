@@ -25,14 +25,14 @@ def windows_of(model: str, data: str, length: int, count: int, seed: int = 0) ->
     They are those of ``make diagnose``. Raises the errors of ``checkpoints`` and ``text``, and ValueError for windows
     beyond the model's context and for a tokenizer of another model.
     """
+    from fragility_core.models.padding import context_length
     from fragility_engines.comparison.measuring import require_fitting
     from fragility_lab.inputs import checkpoints
     from fragility_lab.inputs.text import load_rows, opening, select_windows, tokenize
 
     config, tokenizer = checkpoints.load_config(model), checkpoints.load_tokenizer(model)
     begins, stream = opening(tokenizer), tokenize(load_rows(data), tokenizer)
-    context = getattr(config.get_text_config(), "max_position_embeddings", length)
-    if length > context:
+    if length > (context := context_length(config)):
         raise ValueError(f"a window must fit the context of {model}, {context} tokens, got {length} (LENGTH=)")
     found = []
     for window in select_windows(stream, length, count, seed, opening=begins)[1].tolist():

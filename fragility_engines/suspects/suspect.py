@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fragility_core.models.padding import context_length
+
 Change = Callable[[PreTrainedModel], Any]  # gives a context in which the model is changed, or another one runs
 
 
@@ -115,7 +117,7 @@ def scores(model: PreTrainedModel, windows: Sequence[Window], suspect: Suspect) 
     These are all tokens of a window that ``suspect`` makes longer than the context, of which it leaves nothing, or for
     which it has no pass. The model is changed once for all.
     """
-    found, context = [], getattr(model.config.get_text_config(), "max_position_embeddings", torch.inf)
+    found, context = [], context_length(model.config)
     with suspect.change(model) as other:
         runs = model if other is None else other
         for window in windows:

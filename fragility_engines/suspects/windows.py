@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fragility_core.models.padding import context_length
 from fragility_core.models.paths import attention_modules, embedding_paths
 from fragility_engines.suspects.suspect import Suspect, Window
 
 CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
-CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len")  # in configurations
 PACKED = 4096  # tokens of a row of sequences at most
 
 
@@ -82,10 +82,9 @@ def packed(model: PreTrainedModel, lengths: Sequence[int], begin: Sequence[int])
     """
     before = tuple(number - max(first for first in begin if first <= number) for number in range(len(lengths)))
     longest = max(sum(lengths[number - count : number + 1]) for number, count in enumerate(before))
-    config, ropes = model.config.get_text_config(), any(n.endswith("inv_freq") for n, _ in model.named_buffers())
-    contexts = [size for name in CONTEXTS if (size := getattr(config, name, None))]
+    ropes = any(n.endswith("inv_freq") for n, _ in model.named_buffers())
     behind = ropes and len(embedding_paths(model)) == 1
-    if not any(before) or longest > PACKED or not (behind or longest <= min(contexts, default=PACKED)):
+    if not any(before) or longest > PACKED or not (behind or longest <= context_length(model.config)):
         return []
     look = "how rows of several sequences are told apart (cu_seqlens, position_ids, the mask of attention)"
     name = "sequences that see those before them in a packed row"

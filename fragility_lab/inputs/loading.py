@@ -1,7 +1,6 @@
 """The model and the text of an experiment, loaded and checked before any work."""
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from fragility_core.models.padding import context_length
 from fragility_lab.inputs import checkpoints
 from fragility_lab.inputs.offloaded import load_offloaded, require_fitting
 from fragility_lab.inputs.stored import weight_files
@@ -79,8 +79,7 @@ def load(
     require_at_least(1, windows=windows)
     if min(lengths) < 1:
         raise ValueError(f"windows must have at least 1 token, got lengths {list(lengths)}")
-    context = getattr(config, "max_position_embeddings", math.inf)  # none where positions are relative
-    if max(lengths) > context:
+    if max(lengths) > (context := context_length(config)):
         raise ValueError(f"windows must fit the context of {model!r}, {context} tokens, got lengths {list(lengths)}")
     tokenizer = checkpoints.load_tokenizer(model)
     begins, stream = opening(tokenizer), tokenize(load_rows(data), tokenizer)

@@ -1,13 +1,16 @@
 """Padded batches: every window has the numbers that it has alone, whatever stands at the padding."""
 
 import inspect
+import math
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import fresh_model, keep_norms, random_tokens
+from families import OLDER
+from tiny import fresh_model, keep_norms, random_model, random_tokens
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BloomConfig,
     Gemma3TextConfig,
@@ -19,6 +22,7 @@ from transformers import (
 from fragility_adjoint.mixed_precision.bits import predictions
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import TARGETS, Target, logits
+from fragility_core.models.padding import AFTER_PADDING, context_length, require_tokens
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
@@ -213,3 +217,29 @@ def test_a_reference_of_other_windows():
         Monitor(lower(model, "bf16"))(TOKENS, final_hidden(model, TOKENS[:1]))
     with pytest.raises(ValueError, match=r"logits must be those of the tokens, \(4, 18, 'vocabulary'\)"):
         compare(observe(model, TOKENS), observe(model, TOKENS[:1]), TOKENS)
+
+
+ABSOLUTE = [*sorted({*AFTER_PADDING} - {"xmod"}), "gpt2", "mpt", "opt"]  # xmod needs the name of a language
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+@torch.no_grad()
+def test_the_context_is_the_longest_window_that_a_model_takes(name):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 101, "pad_token_id": 1}
+    config = CONFIG_MAPPING[name](
+        **sizes, is_decoder=True, bos_token_id=0, eos_token_id=0,
+        **({"max_seq_len": 20} if name == "mpt" else {"max_position_embeddings": 20}),
+    )  # fmt: skip
+    model, longest = random_model(config), int(context_length(config))
+    assert longest == (18 if name in AFTER_PADDING else 20)
+    require_tokens(random_tokens(1, longest, smallest=2), model)
+    assert model(random_tokens(1, longest, smallest=2)).logits.isfinite().all()
+    too_long = random_tokens(1, longest + 1, smallest=2)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(too_long)
+    with pytest.raises(ValueError, match=f"must fit the model's context, {longest} tokens, got {longest + 1}"):
+        require_tokens(too_long, model)
+
+
+def test_relative_positions_have_no_longest_window():
+    assert context_length(OLDER["bloom"]) == math.inf
