@@ -238,7 +238,7 @@ def part(found: NonfiniteKernel) -> str:
             return f"probabilities times values in {path}"
     if SOFTMAXES & {*later} and any(other in FACTORS for other in kernels[: found.number]):
         return f"scores in {path}"
-    return path if found.weights else f"{name} in {path}"
+    return path if found.weights else f"{'a cast' if name == CAST else name} in {path}"
 
 
 def with_overflows(

@@ -113,6 +113,11 @@ class Diagnosis:
         return f" {token}" if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     @property
+    def rounds(self) -> bool:
+        """False if every number of these windows is one of the format already; True before that is known, too."""
+        return self.contributions is None or bool(self.prediction.contributions.c2.any())
+
+    @property
     def chooses_experts(self) -> bool:
         """True if the model is known to choose experts."""
         return self.prediction is not None and bool(self.prediction.contributions.site.eq("router").any())

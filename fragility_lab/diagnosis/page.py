@@ -26,7 +26,8 @@ class Section:
     """A section of the page, in a template of its ``name``.
 
     ``shown`` is True if its values are known. In its place the page says which of its ``steps`` have failed or are to
-    come. ``values`` returns the values that the template takes beside those of ``common``.
+    come. ``values`` returns the values that the template takes beside those of ``common``. A section of ``errors`` is
+    left out where nothing is rounded.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Section:
     values: Callable[[Diagnosis, dict], dict] = lambda diagnosis, common: {}
     shown: Callable[[Diagnosis], bool] = lambda diagnosis: True
     steps: tuple[str, ...] = ()
+    errors: bool = False
 
 
 WRITING = "page: "  # prefix in ``Diagnosis.failed`` of sections that failed when the page was written
@@ -43,15 +45,18 @@ SECTIONS = (
         "tokens", "What it does to the tokens", sections.of_tokens,
         lambda d: d.measured is not None and means(d)[0].any(), ("measurement", "experts", "choices", "growth"),
     ),
-    Section("by_token", "Which tokens", of_bulk, lambda d: d.by_token is not None, ("tokens",)),
-    Section("where", "Where it comes from", sections.of_causes, lambda d: d.contributions is not None, ("prediction",)),
+    Section("by_token", "Which tokens", of_bulk, lambda d: d.by_token is not None, ("tokens",), errors=True),
+    Section(
+        "where", "Where it comes from", sections.of_causes,
+        lambda d: d.contributions is not None, ("prediction",), errors=True,
+    ),
     Section(
         "coherence", "Errors that act together", sections.of_coherence,
-        lambda d: d.coherence is not None, ("coherence",),
+        lambda d: d.coherence is not None, ("coherence",), errors=True,
     ),
     Section("range", "Range", sections.of_range, lambda d: d.ranges is not None, ("remedy", "mended")),
-    Section("plan", title_of_plan, of_plan, lambda d: d.plan is not None, ("plan", "plan measured")),
-    Section("explore", "Other plans", sections.of_explorer, lambda d: d.contributions is not None),
+    Section("plan", title_of_plan, of_plan, lambda d: d.plan is not None, ("plan", "plan measured"), errors=True),
+    Section("explore", "Other plans", sections.of_explorer, lambda d: d.contributions is not None, errors=True),
     Section("words", "Words"),
     Section("run", "How this page was made", sections.of_run),
     Section("sentence", title_of_sentence, of_sentence, lambda d: d.sentence is not None, ("sentence",)),
@@ -64,7 +69,7 @@ def rendered(section: Section, diagnosis: Diagnosis, known: dict) -> dict | None
     pending = [step.doing for step in STEPS if step.name in section.steps and step.name in diagnosis.pending]
     html = ""
     try:
-        if section.shown(diagnosis):
+        if section.shown(diagnosis) and (diagnosis.rounds or not section.errors):
             filters = {
                 "number": number, "percent": percent,
                 "estimate": partial(estimate, write=writer(diagnosis.request)),

@@ -151,7 +151,7 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
         "headline": headline(diagnosis, measured),
         "blocks": None if by_block is None else uri(figures_diagnosis.shares(by_block.head(4 * MANY), "block")),
         "by_site": None if by_block is None else shares(made(diagnosis.contributions), "site").rename(SITE_NAMES),
-        "nothing": by_block is not None and not by_block.any(), "by_block": by_block,
+        "nothing": not diagnosis.rounds, "by_block": by_block,
         "overflowing": [] if windows is None else windows,
         "leave_range": windows is not None and not windows.overflow.str.startswith(NO_OVERFLOW).all(),
         "still_overflowing": still,

@@ -259,7 +259,7 @@ def masked_square(x):
         (masked_square, None),  # scores that are hidden
         (lambda x: torch.softmax(x + torch.full_like(x, -torch.inf), -1), "not a number (0/0) in softmax in the model"),
         (lambda x: x.float() * x.float(), None),
-        (lambda x: (x.float() * x.float()).to(x.dtype), "_to_copy in the model"),
+        (lambda x: (x.float() * x.float()).to(x.dtype), "a cast in the model"),
         (lambda x: x.clone().mul_(x), "mul_ in the model"),
         (lambda x: torch.zeros_like(x).copy_(x.float() * 400), "copy_ in the model"),
     ],

@@ -41,7 +41,9 @@ def test_a_page_where_nothing_is_rounded_says_so(target):
     assert (found.measured.mismatch == 0).all() and (found.prediction.windows.predicted == 0).all()
     assert (Errors(model, TOKENS, found.prediction).by("layer").share == 0).all()
     assert "are safe here" in html and "Nothing is rounded here: every number" in html
-    for words in ("did not help", "A few tokens decide", "heavy tail", "inf times"):
+    for name in ("by_token", "where", "coherence", "plan", "explore"):
+        assert f'id="{name}"' not in html, name
+    for words in ("did not help", "A few tokens decide", "heavy tail", "inf times", "nan", "NaN", "–</b>"):
         assert words not in html, words
 
 
@@ -52,6 +54,7 @@ def test_an_overflow_that_is_not_measured_has_its_remedy():
     found.require_complete()
     assert found.remedy.plan is not None and "With it, their mismatch is predicted as" in html
     assert "and measured as" not in html
+    assert "a cast in transformer.h.1" in html and "_to_copy" not in html
 
 
 @pytest.mark.parametrize("target", ["hidden", "kl"])
