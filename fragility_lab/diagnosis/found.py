@@ -115,7 +115,7 @@ class Diagnosis:
     @property
     def rounds(self) -> bool:
         """False if every number of these windows is one of the format already; True before that is known, too."""
-        return self.contributions is None or bool(self.prediction.contributions.c2.any())
+        return self.prediction is None or bool(self.prediction.contributions.c2.any())
 
     @property
     def chooses_experts(self) -> bool:
