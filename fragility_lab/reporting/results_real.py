@@ -30,7 +30,10 @@ def measured(label: str, tables: Tables) -> dict[str, str]:
     row |= dict.fromkeys(("ratio", "kl", "logprob"), "–") | {
         "blocks": mean(tables, "e3_runs", "spearman"),
         "averaged": mean(tables, "x1_ranking", "score_average"),
+        "adjoint_single": mean(tables, "x1_ranking", "adjoint_single"),
+        "adjoint_average": mean(tables, "x1_ranking", "adjoint_average"),
         "adjoint": mean(tables, "x1_runs", "adjoint_pearson"),
+        "beside": mean(tables, "x1_runs", "combined_pearson"),
     }
     if "x1_runs" in tables:
         least, most = tables["x1_runs"].mean_ratio.agg(["min", "max"])

@@ -14,6 +14,7 @@ from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
 from fragility_lab.experiments import e2, e3, x1, x1_plans
 from fragility_lab.experiments.e2 import window_rows
+from fragility_lab.reporting.report import read_tables
 from fragility_lab.running.engine import complete
 from fragility_lab.running.runs import RunStore
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
@@ -294,3 +295,10 @@ def test_a_summary_counts_runs_with_numbers():
     ranked = pd.DataFrame({f"{by}_{how}": [0.5] for by in ("adjoint", "score") for how in ("single", "average")})
     table = x1.summary(runs, ranked).set_index("quantity")
     assert table.runs.tolist() == [2, 2, 2, 1, 1] and table.above.tolist() == [1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("results", ["embedded", "embedded-llama", "smollm2-135m", "gemma3-270m"])
+def test_committed_summaries_are_those_of_the_tables_beside_them(results):
+    known = read_tables(results)
+    expected = x1.summary(known["x1_runs"], known["x1_ranking"])
+    pd.testing.assert_frame_equal(known["x1_summary"], expected, rtol=1e-4, atol=1e-6)
