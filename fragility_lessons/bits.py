@@ -62,13 +62,16 @@ def pattern(x: float, format: Format) -> str:
     return f"{sign} {exponent:0{parts.exponent}b} {fraction:0{parts.fraction}b}"
 
 
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def formats_table() -> pd.DataFrame:
     """One row for each of NAMES: how its bits are spent, its range, and its unit roundoff."""
     rows = []
     for format in map(get_format, NAMES):
         parts = widths(format)
         row = {"bits": f"1+{parts.exponent}+{parts.fraction}", "t": format.significand}
-        row |= {"unit roundoff u": f"{format.unit_roundoff:.2g}", "largest": f"{format.largest:.5g}"}
+        row |= {"unit roundoff u": "2" + str(-format.significand).translate(RAISED), "largest": f"{format.largest:.5g}"}
         rows.append(row | {"smallest normal": f"{format.smallest_normal:.2g}"})
     return pd.DataFrame(rows, index=list(NAMES))
 

@@ -23,7 +23,7 @@ STATEMENTS = {
     "Lemma 3": "Lemma 3 (softmax)",
     "Proposition 1": "Proposition 1 (LayerNorm)",
     "Theorem 1": "Theorem 1 (attention)",
-    "Theorem 3": "Theorem 3 (whole model)",
+    "Theorem 3": "Theorem 3 (linear stacks)",
 }
 
 

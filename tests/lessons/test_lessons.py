@@ -63,7 +63,7 @@ def test_an_overflow_has_the_bits_of_infinity():
 def test_table_of_formats_is_that_of_the_library():
     table = bits.formats_table()
     assert list(table.index) == list(bits.NAMES)
-    assert table.loc["fp8_e4m3"].tolist() == ["1+4+3", 4, "0.062", "448", "0.016"]
+    assert table.loc["fp8_e4m3"].tolist() == ["1+4+3", 4, "2⁻⁴", "448", "0.016"]
     for name, row in table.iterrows():
         used = sum(map(int, row["bits"].split("+")))
         assert used == (19 if name == "tf32" else get_format(name).bits)

@@ -89,7 +89,8 @@ def aside(lesson: str, title: str) -> list:
     note = NOTES.get(lesson, {}).get(title)
     if note is None:
         return []
-    parts = [f"<p>{note['minutes']} minutes. {html.escape(note['say'])}</p>"]
+    minutes = note["minutes"]
+    parts = [f"<p>{minutes} minute{'s' * (minutes != 1)} for this section. {html.escape(note['say'])}</p>"]
     parts += [f"<p><b>Ask:</b> {html.escape(note['ask'])}</p>"] if "ask" in note else []
     return [nodes.raw("", f'<aside class="notes">{"".join(parts)}</aside>', format="html")]
 
