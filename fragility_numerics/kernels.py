@@ -19,17 +19,19 @@ EXACT = {
 }  # fmt: skip
 EXACT_FUNCTIONS = EXACT | {
     "contiguous", "reshape", "flatten", "concat", "dropout", "__getitem__", "__setitem__", "index_copy_", "detach",
-    "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum",
+    "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum", "pad",
+    "clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "clip", "clip_",
 }  # fmt: skip
 
 # Some of these may write a constant that is no number of the format: then the result is rounded. In a format that torch
 # computes in, the kernel itself rounds the constant.
 FILLING = {"where", "masked_fill", "masked_fill_", "fill_", "constant_pad_nd", "__setitem__", "scatter", "scatter_"}
+FILLING_FUNCTIONS = FILLING | {name for name in EXACT_FUNCTIONS if name.startswith(("clamp", "clip", "pad"))}
 
-# Their results may be numbers of the format already: a sum with something tiny, a product with 1.
+# Their results may be numbers of the format already: a sum with something tiny or with an empty row, a product with 1.
 OFTEN_EXACT = {
     "add", "add_", "radd", "__iadd__", "sub", "sub_", "rsub", "__rsub__", "__isub__", "mul", "mul_", "rmul", "__imul__",
-    "div", "div_", "true_divide", "__truediv__", "__itruediv__",
+    "div", "div_", "true_divide", "__truediv__", "__itruediv__", "index_add", "index_add_", "scatter_add", "scatter_add_",
 }  # fmt: skip
 
 # Products of which one factor may be a weight.

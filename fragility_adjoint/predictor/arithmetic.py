@@ -24,7 +24,7 @@ from fragility_adjoint.predictor.sites import SUMS
 from fragility_core.models.paths import is_block
 from fragility_numerics import internals
 from fragility_numerics.formats import NumberFormat
-from fragility_numerics.kernels import CASTS, FILLING, OFTEN_EXACT, deciding
+from fragility_numerics.kernels import CASTS, FILLING_FUNCTIONS, OFTEN_EXACT, deciding
 from fragility_numerics.modes import FunctionMode
 from fragility_numerics.nested import map_tensors
 from fragility_quantization.operands import storages
@@ -34,6 +34,7 @@ PROPERTIES: Any = Tensor  # on the class, torch's types take a property for its 
 GET_DTYPE = PROPERTIES.dtype.__get__
 # Half of the calls that a model makes. They take a short way: questions about a tensor, and moves of one tensor.
 QUESTIONS = {Tensor.size, Tensor.dim, Tensor.numel, PROPERTIES.shape.__get__, PROPERTIES.device.__get__}
+QUESTIONS |= {Tensor.requires_grad_, Tensor.retain_grad}  # these change no number
 MOVES = {
     Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.split, Tensor.contiguous, Tensor.cpu, Tensor.cuda,
     functional.dropout,
@@ -246,7 +247,7 @@ class LowArithmetic(FunctionMode):
             return y
         stream = any(map(is_stream, call.floating))
         if call.only_moves(y):
-            if call.name in FILLING and not self.exact:  # the constant may be no number of the format
+            if call.name in FILLING_FUNCTIONS and not self.exact:  # the constant may be no number of the format
                 y.data.copy_(self.format.round(y.data).float())
             kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
             return mark_stored(mark_stream(y, stream), kind)
