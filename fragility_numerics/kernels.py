@@ -31,7 +31,8 @@ FILLING_FUNCTIONS = FILLING | {name for name in EXACT_FUNCTIONS if name.startswi
 # Their results may be numbers of the format already: a sum with something tiny or with an empty row, a product with 1.
 OFTEN_EXACT = {
     "add", "add_", "radd", "__iadd__", "sub", "sub_", "rsub", "__rsub__", "__isub__", "mul", "mul_", "rmul", "__imul__",
-    "div", "div_", "true_divide", "__truediv__", "__itruediv__", "index_add", "index_add_", "scatter_add", "scatter_add_",
+    "div", "div_", "true_divide", "__truediv__", "__itruediv__", "index_add", "index_add_", "scatter_add",
+    "scatter_add_",
 }  # fmt: skip
 
 # Products of which one factor may be a weight.

@@ -208,7 +208,8 @@ class LowPrecision:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which a call of ``model`` computes in the format."""
+        """A context in which a call of ``model`` computes in the format; raises ValueError within autocast."""
+        require_no_autocast()
         with ExitStack() as stack:
             inside = _running.set(_running.get() | {*map(id, entrances(self.model))})
             stack.callback(_running.reset, inside)
@@ -248,6 +249,21 @@ def require_weights_in_place(model: nn.Module) -> None:
         )
 
 
+def require_no_autocast() -> None:
+    """Raises ValueError within ``torch.autocast``, whose dtypes are others than those of the operands."""
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise ValueError("kernels must compute in the dtypes of their operands, got torch.autocast: leave it")
+
+
+def require_plain_torch() -> None:
+    """Raises ValueError where torch makes other tensors than a model in low precision needs."""
+    require_no_autocast()
+    if torch.is_inference_mode_enabled():
+        raise ValueError("a model is lowered for gradients, too, got torch.inference_mode(): use torch.no_grad()")
+    if (dtype := torch.get_default_dtype()) != torch.float32:
+        raise ValueError(f"new tensors must be fp32, got torch.set_default_dtype({dtype}): set torch.float32")
+
+
 def require_module(model: object) -> None:
     """Raises TypeError unless ``model`` is a module of torch."""
     if not isinstance(model, nn.Module):
@@ -285,9 +301,11 @@ def lower(
     several devices, as accelerate's ``device_map`` puts them; each stays on its own.
 
     Raises ValueError for an unknown format or execution, for a model without parameters or not in fp32, where native
-    kernels are asked for in a format that torch does not compute in, and where accelerate moves weights.
+    kernels are asked for in a format that torch does not compute in, where accelerate moves weights, and within
+    autocast, inference mode or another default dtype.
     """
     require_module(model)
+    require_plain_torch()
     kernels = as_format(format)
     if other := {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}:
         raise ValueError(

@@ -15,6 +15,7 @@ from fragility_numerics.formats import NumberFormat
 from fragility_numerics.internals import current_dispatch_mode
 from fragility_numerics.lowering import base_of
 from fragility_numerics.modes import current_function_mode
+from fragility_quantization.ggml import GgmlType
 
 NUMBERS = ("layer_idx", "layer_id")  # attributes with the number under which attention stores keys and values
 PAST = {"past_key_values", "layer_past"}  # arguments by which it gets the cache
@@ -60,11 +61,16 @@ def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = 
     """Let every pass of ``model``, with or without a cache of its own, read keys and values from a ``RoundedCache``.
 
     Keys and values of attention modules within the paths ``kept`` stay as they are. Raises ValueError for a model that
-    takes no cache of keys and values, and for attention to keep that has no number in the cache.
+    takes no cache or whose heads are no whole blocks, and for attention to keep that has no number in the cache.
     """
-    base = base_of(model)
+    base: Any = base_of(model)
     if "past_key_values" not in signature(base.forward).parameters:
         raise ValueError(f"a KV cache needs a decoder with attention, got {type(model).__name__}, which takes no cache")
+    if isinstance(stored, GgmlType):
+        config = base.config.get_text_config(decoder=True)
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if width % stored.size:
+            raise ValueError(f"heads must be whole blocks of {stored.size} for a cache in {stored.name}, got {width}")
     base.register_forward_pre_hook(partial(give_cache, stored, cached_layers(model, kept)), with_kwargs=True)
 
 

@@ -198,18 +198,18 @@ def get_recipe(name: str | Recipe | NumberFormat | torch.dtype) -> Recipe:
             raise TypeError(f"a recipe must be a name, a Recipe, a format or a dtype, got a {type(name).__name__}")
         return RECIPES.get(name.name, Recipe(name.name, name))
     base, at, kernels = name.partition("@")
-    parts = base.split("+")
+    own, *added = base.split("+")
     every = RECIPES | GGUF | ENGINES
-    if not all(part in every for part in parts) or not all(part in CACHES for part in parts[1:]):
+    if own not in every or len(added) > 1 or (added and (added[0] not in CACHES or own in CACHES)):
         asked = called_by_torch(name)
         begins = [known for known in every if name and known.startswith(asked.lower())]
         alike = begins[:3] or get_close_matches(asked.lower(), every)
         meant = f" (do you mean {' or '.join(alike)}?)" if alike else ""
         known = f'{", ".join(RECIPES)}, or such as "fp8-dynamic+kv-fp8", "ggml-q4_k" or "gguf-q4_k_m"'
         raise ValueError(f"a recipe must be known, got {name!r}{meant}: take one of {known}")
-    found = every[parts[0]]
-    if len(parts) > 1:
-        found = replace(found, name=base, cache=CACHES[parts[-1]])
+    found = every[own]
+    if added:
+        found = replace(found, name=base, cache=CACHES[added[0]])
     if at and kernels not in FORMATS:
         raise ValueError(f"kernels beside which a recipe runs must be in one of {', '.join(FORMATS)}, got {name!r}")
     return found.beside(kernels) if at else found

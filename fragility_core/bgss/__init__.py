@@ -12,6 +12,8 @@ the model applies ``state.epsilon`` to it before the next step:
 Protocol section 6 lists the policies. ``POLICIES`` has them by name.
 """
 
+from dataclasses import MISSING, fields
+
 from fragility_core.bgss.policy import Policy, StaticGlobal, Uncontrolled, replay, trajectory
 from fragility_core.bgss.printed import EpsilonBump, PrintedBGSS, choose_thresholds
 from fragility_core.bgss.released import RandomSameBudget, ReleasedBGSS, RiskOnlySameBudget
@@ -42,4 +44,8 @@ def get_policy(name: str, **parameters: float) -> Policy:
 
     Raises ValueError for an unknown name and for values out of range, TypeError for an unknown or missing parameter.
     """
-    return policy_class(name)(**parameters)
+    chosen = policy_class(name)
+    needed = [each.name for each in fields(chosen) if each.default is MISSING and each.default_factory is MISSING]
+    if lacking := [each for each in needed if each not in parameters]:
+        raise TypeError(f"the policy {name!r} needs a value for {', '.join(lacking)}: give it by name")
+    return chosen(**parameters)

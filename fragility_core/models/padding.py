@@ -109,12 +109,14 @@ def require_tensor(tokens: object) -> None:
 
 
 def require_model(model: object) -> None:
-    """Raises TypeError unless ``model`` is one of transformers."""
+    """Raises TypeError unless ``model`` is one of transformers, and ValueError if it has an encoder and a decoder."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"a model of transformers is needed, got a {type(model).__name__}, {model!r:.60}: give what "
             "from_pretrained returned (model._orig_mod of a compiled one, model.merge_and_unload() of adapters)"
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"a decoder alone is needed, got {type(model).__name__}, which has an encoder, too")
 
 
 def require_loaded(model: Any) -> None:
@@ -127,6 +129,8 @@ def require_loaded(model: Any) -> None:
 def context_length(config: PreTrainedConfig) -> float:
     """The most tokens of a window that a model of ``config`` takes: infinite where positions are relative."""
     text = config.get_text_config()
+    if (getattr(text, "rope_parameters", None) or {}).get("rope_type") == "dynamic":  # which stretches as it must
+        return math.inf
     sizes = [size for name in ("max_position_embeddings", "max_seq_len") if (size := getattr(text, name, None))]
     return min(sizes, default=math.inf) - (text.pad_token_id + 1 if text.model_type in AFTER_PADDING else 0)
 

@@ -20,11 +20,14 @@ TARGETS = {
 }
 
 
-def mean_of(values: pd.Series) -> dict[str, float]:
-    """The mean of finite ``values``, errors by window, and its 95 % interval from ``low``, at least 0, to ``high``."""
+def mean_of(values: pd.Series, shares: bool = False) -> dict[str, float]:
+    """The mean of finite ``values``, errors by window, and its 95 % interval from ``low``, at least 0, to ``high``.
+
+    If all are shares, so are its ends.
+    """
     finite = values[np.isfinite(values)]
     low, high = student(finite)
-    return {"mean": finite.mean(), "low": max(low, 0.0), "high": high}
+    return {"mean": finite.mean(), "low": max(low, 0.0), "high": min(high, 1.0) if shares else high}
 
 
 def nats(x: float) -> str:
@@ -66,7 +69,8 @@ def means(diagnosis: Diagnosis) -> tuple[pd.Series, dict[str, dict]]:
     known = by_window(diagnosis)
     compared = known if diagnosis.plan is not None else known.drop(columns="predicted", errors="ignore")
     kept = np.isfinite(compared).all(axis=1)
-    return kept, {name: mean_of(values[kept] if kept.any() else values) for name, values in known.items()}
+    shares = diagnosis.request.measured_in == "flips"
+    return kept, {name: mean_of(values[kept] if kept.any() else values, shares) for name, values in known.items()}
 
 
 def writer(request: Request) -> Callable[[float], str]:

@@ -40,6 +40,11 @@ class Request(Options):
             raise ValueError(f"keep must name some of {', '.join(KEEPABLE_SITES)}, got {', '.join(strange)}")
         if self.mixes:
             self.schemes  # noqa: B018  raises
+            if self.weights_only and get_recipe(self.format).linear.inputs is not None:
+                raise ValueError(
+                    f"a choice of schemes for weights alone needs a recipe that rounds weights alone, such as fp8-w or "
+                    f"w4a16-g128, got {self.format!r}, which rounds inputs, too, beside WEIGHTS_ONLY=yes"
+                )
         elif self.kept:
             raise ValueError(
                 "keep goes with a budget for schemes (bits, KL, or MB with a recipe such as w4a16-g128); other budgets "

@@ -95,7 +95,7 @@ def effects(measured: pd.DataFrame, protected: pd.DataFrame | None) -> list[list
         if table is not None:
             means = [
                 estimate(mean_of(table.mismatch)),
-                estimate(mean_of(table.changed)),
+                estimate(mean_of(table.changed, shares=True)),
                 *(number(table[column].mean(), ".2e") for column in ("kl", "median_kl", "ninetieth_kl")),
             ]
             rows.append([name, *means, number(table.largest_kl.max(), ".2e"), number(table.loss.mean(), ".4f")])
@@ -131,7 +131,7 @@ def common(diagnosis: Diagnosis, results: str) -> dict:
     return {
         "request": request, "format": request.described, "setting": setting(diagnosis), "found": diagnosis,
         "plan": diagnosis.plan, "stored": recipe.kernels.name, "quantity": TARGETS[request.measured_in][0],
-        "operands": recipe.linear.inputs.name if recipe.linear.inputs else None,
+        "operands": recipe.linear.inputs.name if recipe.linear.inputs and not request.weights_only else None,
         "kept": int(kept.sum()), "means": found, "measured": measured, "protected": protected, "results": results,
     }  # fmt: skip
 
@@ -168,7 +168,7 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
 
 def of_tokens(diagnosis: Diagnosis, known: dict) -> dict:
     """Values of the section on tokens."""
-    return {"effects": effects(known["measured"], known["protected"])}
+    return {"effects": effects(known["measured"], known["protected"] if diagnosis.rounds else None)}
 
 
 def of_causes(diagnosis: Diagnosis, known: dict) -> dict:

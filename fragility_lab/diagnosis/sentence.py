@@ -69,7 +69,7 @@ def broken(
     begun = beginning(model, low, windows)
     window = windows[begun.window]
     versions = [Version(found.request.described, low, kept, most, TRIED)]
-    if found.plan is not None:
+    if found.plan is not None and found.rounds:
         versions.append(Version("the plan", kept(found.plan), kept, 0, 0))
     told = continued(model, found.spelled, window[:, : begun.length], count_in(window.shape[1]), versions)
     text = "".join(map(found.spelled, window[0, : begun.length].tolist()))

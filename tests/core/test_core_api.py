@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from tiny import TINY, random_gpt2
-from transformers import BatchEncoding, GPT2Config
+from transformers import BatchEncoding, GPT2Config, T5Config, T5ForConditionalGeneration
 
 import fragility_core
 from fragility_core import Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
@@ -221,3 +221,34 @@ def test_formats_are_known_by_torch_s_names_too(tiny_gpt2):
     for recipe, error in (("w8a8-int8", ValueError), (RECIPES["w8a8-int8"], TypeError)):
         with pytest.raises(error, match="fragility_adjoint.lower takes recipes"):
             lower(tiny_gpt2, recipe)
+
+
+def test_torch_must_compute_as_it_is_told(tiny_gpt2, tiny_tokens):
+    """Otherwise the reference in fp32 would be one in bf16, or a pass would end in an error of torch."""
+    low = lower(tiny_gpt2, "bf16")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for call in (lambda: observe(tiny_gpt2, tiny_tokens, "fp32"), lambda: low.running().__enter__()):
+            with pytest.raises(ValueError, match=r"the dtypes of their operands, got torch.autocast: leave it"):
+                call()
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"got torch.inference_mode.*: use torch.no_grad"):
+        observe(tiny_gpt2, tiny_tokens)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ValueError, match=r"got torch.set_default_dtype\(torch.float64\): set torch.float32"):
+            observe(tiny_gpt2, tiny_tokens)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_encoder_with_a_decoder_is_refused():
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=101, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    ).eval()
+    with pytest.raises(ValueError, match="a decoder alone is needed, got T5ForConditionalGeneration, which has an enc"):
+        observe(model, torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_policy_without_its_parameter_says_which(tiny_gpt2):
+    for name in ("eps_bump", "bgss_printed"):
+        with pytest.raises(TypeError, match=f"the policy '{name}' needs a value for target_ratio.*: give it by name"):
+            Controller(tiny_gpt2, name)

@@ -12,6 +12,7 @@ from transformers import PhimoeConfig
 from fragility_adjoint.mixed_precision.errors import Errors
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans
+from fragility_lab.diagnosis.means import mean_of
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.tokens import ErrorsByToken, usual
@@ -43,6 +44,7 @@ def test_a_page_where_nothing_is_rounded_says_so(target):
     assert "are safe here" in html and "Nothing is rounded here: every number" in html
     for name in ("by_token", "where", "coherence", "plan", "explore"):
         assert f'id="{name}"' not in html, name
+    assert "recommended" not in html and "the plan<" not in html
     for words in ("did not help", "A few tokens decide", "heavy tail", "inf times", "nan", "NaN", "–</b>"):
         assert words not in html, words
 
@@ -122,3 +124,18 @@ def test_a_router_without_topk_is_told_where_the_prediction_fails():
     assert found.changed_experts is None
     told = "This model chooses experts, too, in a way that this page does not follow"
     assert told in html
+
+
+@pytest.mark.parametrize("budget", ["9 bits", "1 MB", "KL 0.01"])
+def test_weights_alone_are_divided_between_schemes_that_round_weights_alone(budget):
+    """Or inputs would be rounded as well where the budget chooses schemes, and nowhere else."""
+    replace(ASKED, format="fp8-w", weights_only=True, target="kl", budget=budget)
+    for recipe in ("fp8-dynamic", "w8a8-int8", "ggml-q4_k"):
+        replace(ASKED, format=recipe, target="kl", budget=budget)
+        with pytest.raises(ValueError, match=f"a recipe that rounds weights alone.* got '{recipe}', which rounds"):
+            replace(ASKED, format=recipe, weights_only=True, target="kl", budget=budget)
+
+
+def test_an_interval_of_shares_ends_at_one():
+    values = pd.Series([1.0, 1.0, 0.7])
+    assert mean_of(values, shares=True)["high"] == 1 < mean_of(values)["high"]

@@ -44,3 +44,18 @@ def test_kept_attention_is_found_by_its_number(tiny_gpt2):
         ValueError, match=r"must have its number as layer_idx or layer_id, got none in transformer\.h\.1\.attn"
     ):
         cached_layers(model, ("transformer.h",))
+
+
+@pytest.mark.parametrize("width", [16, 48, 80])
+def test_heads_of_no_whole_blocks_are_refused(width):
+    """llama.cpp has no such cache either; the numbers would be stored in fp16."""
+    config = GPT2Config(n_layer=1, n_embd=2 * width, n_head=2, n_positions=16, vocab_size=11)
+    with pytest.raises(ValueError, match=f"heads must be whole blocks of 32 for a cache in q8_0, got {width}"):
+        lower(random_gpt2(config), "kv-q8_0")
+    lower(random_gpt2(GPT2Config(n_layer=1, n_embd=64, n_head=2, n_positions=16, vocab_size=11)), "kv-q8_0")
+
+
+@pytest.mark.parametrize("name", ["w4a16-g128+kv-fp8+kv-int8", "kv-fp8+kv-int8", "w4a16-g128+w8a16-g128"])
+def test_a_recipe_has_one_cache(name):
+    with pytest.raises(ValueError, match="a recipe must be known, got"):
+        lower(random_gpt2(GPT2Config(n_layer=1, n_embd=64, n_head=2, n_positions=16, vocab_size=11)), name)
