@@ -298,10 +298,11 @@ class Contributions:
     def priced(self, plan: Plan, known: bool = True) -> Plan:
         """``plan`` with its price, and its prediction if it is ``known`` from this recipe alone."""
         parameters = self._parameters if known else structure.stored_parameters(self.model, plan.recipe)
+        low = self.kernels_round and (self.recipe.kernels.name != "fp32" or self.recipe.linear.inputs is not None)
         return replace(
             plan,
             predicted=float(self.predict(plan).predicted.mean()) if known else None,
             parameter_bytes=structure.parameter_bytes(parameters, self.stored_in_fp32(plan)),
             activation_bytes=plan.residual * self.stream_bytes,
-            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if self.kernels_round else 0,
+            flops=structure.flops(self.structure, plan.modules, plan.scores, self.length) if low else 0,
         )

@@ -79,3 +79,12 @@ def test_a_tied_matrix_counts_for_the_head_that_multiplies_by_it(recipe):
     assert gains["head"] > 0 and gains["embedding"] == 0
     alone, both = (measured(model, known.keep(sites=sites), logits) for sites in (["embedding"], ["embedding", "head"]))
     assert both < alone
+
+
+def test_arithmetic_in_fp32_has_no_price():
+    """A cache in int8 beside kernels in fp32 multiplies in fp32 already; int8 inputs do not."""
+    moved = {
+        recipe: predict(llama(False), TOKENS, recipe).contributions.keep(blocks=[0]).flops
+        for recipe in ("kv-int8@fp32", "w4a16-g32@fp32", "w8a8-int8@fp32", "kv-int8")
+    }
+    assert moved["kv-int8@fp32"] == moved["w4a16-g32@fp32"] == 0 < moved["w8a8-int8@fp32"] <= moved["kv-int8"]
