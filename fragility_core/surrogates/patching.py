@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from fragility_core.models.blocks import blocks
 from fragility_core.models.padding import require_model
-from fragility_core.models.paths import final_hidden
+from fragility_core.models.paths import block_paths, final_hidden
 from fragility_core.theory import mismatch
 from fragility_numerics.attention import observing_attention
 from fragility_numerics.internals import attention_of
@@ -46,11 +46,12 @@ class Patching:
                 f'model with {implementation} attention: call model.set_attn_implementation("sdpa")'
             )
         self.model, self.low = model, low
-        with low.paused():  # blocks are found by what modules compute
-            lowered, exact = blocks(low.model), blocks(model)
-        if len(lowered) != len(exact):
-            raise ValueError(f"a model patches its own copy, got {len(exact)} blocks for {len(lowered)} of it")
-        self.pairs = [(block.module, fp32.module) for block, fp32 in zip(lowered, exact)]
+        exact = [block.module for block in blocks(model)]
+        paths, copies = block_paths(model), block_paths(low.model)
+        if paths != copies:
+            raise ValueError(f"a model patches its own copy, got {len(paths)} blocks for {len(copies)} of it")
+        named = {module: path for path, module in model.named_modules()}
+        self.pairs = [(low.model.get_submodule(named[block]), block) for block in exact]
         self.positions: dict[int, tuple[Any, Any]] = {}  # rotary embeddings and the same in fp32, by the former's id
 
     def stochastic(self, seed: int) -> "Patching":
@@ -66,11 +67,15 @@ class Patching:
         The fp32 block l reads the base's low-precision hidden state. Its result is cast back to the format. Raises
         ValueError for a model in training mode.
         """
-        if self.model.training or self.low.model.training:
-            raise ValueError("patched passes need both models in eval mode, got training mode: call model.eval()")
+        self.require_evaluating()
         with observing_attention(self.low.model), self._patching(len(tokens)), self.low.running():
             hidden = final_hidden(self.low.model, tokens)
         return hidden.unflatten(0, (-1, len(tokens)))
+
+    def require_evaluating(self) -> None:
+        """Raises ValueError for a model in training mode, where dropout would add to the error."""
+        if self.model.training or self.low.model.training:
+            raise ValueError("patched passes need both models in eval mode, got training mode: call model.eval()")
 
     @contextmanager
     def _patching(self, windows: int) -> Iterator[None]:
@@ -169,6 +174,7 @@ def patch(low: LowPrecision, model: PreTrainedModel, block: int) -> AbstractCont
     ``Patching``.
     """
     patching = Patching(model, low)
+    patching.require_evaluating()
     if not isinstance(block, int | np.integer):
         raise TypeError(f"a block is a number, 0 to {len(patching.pairs) - 1}, got {block!r:.40}")
     if not 0 <= block < len(patching.pairs):

@@ -10,6 +10,7 @@ from tiny import TINY, random_gpt2
 from transformers import BatchEncoding, GPT2Config, T5Config, T5ForConditionalGeneration
 
 import fragility_core
+from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_core import Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
 from fragility_core.bgss import action_table
 from fragility_core.models.padding import as_windows
@@ -118,8 +119,22 @@ def test_a_patched_block_is_that_of_patching(tiny_gpt2, tiny_tokens, format, exe
             patch(first, tiny_gpt2, 1)
     with pytest.raises(TypeError, match="a model of transformers is needed, got a LowPrecision"):
         patch(low, low, 1)
+    with pytest.raises(ValueError, match="need both models in eval mode, got training mode: call model.eval"):
+        patch(low, copy.deepcopy(tiny_gpt2).train(), 1)
     with pytest.raises(ValueError, match="a model patches its own copy, got 1 blocks for 3 of it"):
         patch(low, random_gpt2(GPT2Config(**(TINY.to_dict() | {"n_layer": 1}))), 1)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-dynamic", "w8a8-int8", "w4a16-g32", "kv-fp8", "fp8-dynamic+kv-int8"])
+def test_a_model_in_a_recipe_is_patched_as_its_plan_keeps_the_block(tiny_gpt2, tiny_tokens, recipe):
+    low, plan = by_recipe(tiny_gpt2, recipe), Plan(recipe, modules=("transformer.h.1",), label="h.1")
+    kept = apply(tiny_gpt2, plan)
+    with torch.no_grad():
+        with patch(low, tiny_gpt2, 1):
+            patched = low(tiny_tokens).logits
+        planned, whole, plain = kept(tiny_tokens).logits, tiny_gpt2(tiny_tokens).logits, low(tiny_tokens).logits
+    off = [mismatch(each, whole).mean().item() for each in (patched, planned, plain)]
+    assert off[0] == pytest.approx(off[1], rel=0.2) and off[0] != off[2]
 
 
 def test_a_patched_block_reads_its_own_keys_and_values(tiny_gpt2, tiny_tokens):
