@@ -31,6 +31,7 @@ from fragility_offload.memory import require_room
 from fragility_quantization.recipes import Recipe, get_recipe
 
 MARK = "fragility"  # stands for a text in a chat template
+PADDING = 8  # tokens: other numbers do much the same
 LONGEST_PREAMBLE = 256  # tokens of a chat template
 HEAD = "lm_head.weight"
 
@@ -100,21 +101,31 @@ def explained(
 
 def told(sequences: Sequence[Scored], model: str) -> Facts:
     """What the log's ``sequences``, the tokenizer and the files of ``model`` tell of its texts and its head."""
-    facts = Facts.of(sequences)
+    facts = replace(Facts.of(sequences), head=stored_head(model))
     try:
         tokenizer = checkpoints.load_tokenizer(model)
     except (OSError, ValueError):
-        return replace(facts, head=stored_head(model))
-    return replace(facts, bos=tokenizer.bos_token_id, preambles=preambles(tokenizer), head=stored_head(model))
+        return replace(facts, bos=(ids := configured(model))[0], preambles=special(*ids))
+    return replace(facts, bos=tokenizer.bos_token_id, preambles=preambles(tokenizer))
+
+
+def configured(model: str) -> list[int | None]:
+    """The ids of BOS, EOS and padding in the configuration of ``model``, the first of several; None without one."""
+    config = checkpoints.load_config(model).get_text_config()
+    ids = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    first = ([*each, None][0] if isinstance(each, list | tuple) else each for each in ids)
+    return [each if each in range(config.vocab_size) else None for each in first]
+
+
+def special(bos: int | None, eos: int | None, pad: int | None) -> dict[str, tuple[int, ...]]:
+    """What may stand before a text beside ``bos``, by name: EOS, padding. How much padding is not told apart."""
+    found: dict[str, tuple[int, ...]] = {} if eos is None or eos == bos else {"an EOS token": (eos,)}
+    return found if pad is None else found | {"padding": (pad,) * PADDING}
 
 
 def preambles(tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[int, ...]]:
     """What ``tokenizer`` may put before a text, by name: what its chat template begins with, EOS, padding."""
-    found: dict[str, tuple[int, ...]] = {}
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id != tokenizer.bos_token_id:
-        found["an EOS token"] = (tokenizer.eos_token_id,)
-    if tokenizer.pad_token_id is not None:
-        found["padding of 8 tokens"] = (tokenizer.pad_token_id,) * 8
+    found = special(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     with suppress(Exception):  # a template is a program of somebody else, and fails in its own ways
         words = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
         before = str(words).partition(MARK)[0]

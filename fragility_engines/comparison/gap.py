@@ -54,7 +54,8 @@ class Gap:
       emulated pass from the fp32 model.
 
     ``sequences`` has one row for each: its number of scored ``tokens``, and the ``observed``, the ``predicted`` and the
-    ``emulated`` mean squared change. ``sites`` has the share of the predicted square by kind of site. ``predictions``
+    ``emulated`` mean squared change; beside another engine that is the predicted one times what an emulated pass of one
+    run is to its own prediction. ``sites`` has the share of the predicted square by kind of site. ``predictions``
     are those of the sequences that do not overflow. ``two`` is True if the reference is another engine. ``repeated``
     sequences of the log have the tokens of others, and do not count: their roundings are no other draw.
     """
@@ -70,23 +71,34 @@ class Gap:
     @cached_property
     def known(self) -> pd.DataFrame:
         """The rows of ``sequences`` that have a finite prediction, or what stands in its place if it ``fails``."""
-        table = self.sequences[np.isfinite(self.sequences.predicted)]
-        return table.assign(predicted=table.emulated) if self.fails else table
+        return self.finite.assign(predicted=self.finite.emulated) if self.fails else self.finite
+
+    @property
+    def finite(self) -> pd.DataFrame:
+        """The rows of ``sequences`` that have a finite prediction."""
+        return self.sequences[np.isfinite(self.sequences.predicted)]
 
     @cached_property
     def emulated_ratio(self) -> tuple[float, float, float]:
         """RMS of the emulated pass over the predicted one, as ``ratio`` has it."""
-        table = self.sequences[np.isfinite(self.sequences.predicted)]
-        return ratio_of(table.emulated, table.predicted)
+        return ratio_of(self.finite.emulated, self.finite.predicted)
 
-    @property
+    def beside(self, column: str) -> tuple[float, float, float]:
+        """Observed RMS over that of a ``column`` of ``sequences``, as ``ratio`` has it."""
+        return ratio_of(self.finite.observed, self.finite[column])
+
+    @cached_property
     def fails(self) -> bool:
         """True if an emulated pass is beyond doubt not as predicted: it then stands in the place of the prediction.
 
-        The prediction takes errors of weights for independent of each other, and some add up over all positions.
+        The prediction takes errors of weights for independent of each other, and some add up over all positions; and
+        it knows of no tokens that go to other experts. If that pass is beyond doubt larger, it is enough that MORE lies
+        below it, or that it explains what the prediction does not. Of two engines a smaller one tells nothing.
         """
-        _, low, high = self.emulated_ratio
-        return not self.two and (low > MORE or high < LESS)
+        value, low, high = self.emulated_ratio
+        if low > MORE or (high < LESS and not self.two):
+            return True
+        return low > 1 and (value > MORE or self.beside("emulated")[0] <= MORE < self.beside("predicted")[0])
 
     def only(self, numbers: Sequence[int]) -> "Gap":
         """The gap over the tokens of the sequences with these ``numbers``; ``sequences`` stay as they are."""
@@ -118,8 +130,7 @@ class Gap:
     @property
     def far(self) -> list[int]:
         """The sequences whose own change is FAR beyond both their predicted and their emulated one."""
-        columns = ["predicted"] if self.two else ["predicted", "emulated"]  # two engines have the same rounded weights
-        more = self.known.observed > FAR**2 * self.known[columns].max(axis=1)
+        more = self.known.observed > FAR**2 * self.known[["predicted", "emulated"]].max(axis=1)
         return [int(number) for number in self.known.sequence[more & (self.known.tokens >= ENOUGH)]]
 
     @property

@@ -177,6 +177,8 @@ def measure(
         table, count = yardstick.rows(pair, seen), len(pair.known)
         unscored.append(pair.unscored(table))
         observed, emulated = ((table[column] ** 2).mean() for column in ("change", "rounding"))
+        if two and (single := expected(prediction, twice=False)[0]):
+            emulated *= square / single
         totals.append({
             "sequence": pair.number, "tokens": count, "observed": observed, "predicted": square, "emulated": emulated,
         })  # fmt: skip

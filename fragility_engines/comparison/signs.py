@@ -95,8 +95,7 @@ def described(found: dict[str, Any]) -> list[str]:
 
 def begin_rows(gap: Gap) -> list[int]:
     """The sequences that may be the first of a packed row: 0, and those whose own change is nearly rounding."""
-    columns = ["predicted"] if gap.two else ["predicted", "emulated"]
-    calm = gap.known.observed < LOUD**2 * gap.known[columns].max(axis=1)
+    calm = gap.known.observed < LOUD**2 * gap.known[["predicted", "emulated"]].max(axis=1)
     return sorted({0, *map(int, gap.known.sequence[calm])})
 
 

@@ -23,6 +23,8 @@ CODE = re.compile(r"\w+[_.]|\w+ of all blocks")  # a name in the model, which ha
 BETWEEN_COMMAS = r"\1,"
 ALIKE = 1.05  # times what the cause leaves of a gap: another that leaves less is as good
 WHOLE = 0.955  # share for a way to read logits: a temperature has 0.95 of what a softcap does
+STAYS = 3.0  # times the predicted change: a cause that leaves more of a gap is not all of it, whatever its share
+HUGE, AGREES = 20.0, 2.0  # times the predicted change: no rounding, where the emulated pass has less than the second
 CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place; less is only like the gap
 
 KINDS = {
@@ -60,8 +62,8 @@ class Verdict:
         cause = self.cause
         if cause is None or cause.suspect.in_log or cause.suspect.rounds or cause.where:
             return False
-        large = left(self.ratio[0], cause.share) > MORE
-        return not cause.full or (large and cause.share < CLEAR * beyond(self.ratio[0]))
+        stays = left(self.ratio[0], cause.share)
+        return not cause.full or stays > STAYS or (stays > MORE and cause.share < CLEAR * beyond(self.ratio[0]))
 
     @property
     def title(self) -> str:
@@ -133,8 +135,9 @@ def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
     named = [each for each in named if not (each.suspect.slope and gains)]
     own = [each for each in found if each.where]
     cause = max([each for each in named if not each.where] or own, key=lambda each: each.share, default=None)
-    if low > MORE or cause is not None or gap.far:
-        far = () if low > MORE else gap.far[:SHOWN]
+    alone = low > MORE or (value > HUGE and not gap.fails and gap.emulated_ratio[0] < AGREES)
+    if alone or cause is not None or gap.far:
+        far = () if alone else gap.far[:SHOWN]
         return Verdict("more", ratio, cause, far=far, alike=as_good(cause, named))
     if high < LESS:
         return Verdict("less", ratio)

@@ -115,8 +115,9 @@ def plain(line: Mapping[str, Any]) -> Iterator[Scored]:
 
 
 def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
-    """The sequences of an answer of vLLM's completions: prompt and, where there are some, tokens that followed."""
-    for choice in line["choices"]:
+    """The sequences of an answer of vLLM: prompt and, where there are some, tokens that followed."""
+    for choice in line["choices"]:  # the answer of a chat has its prompt beside them
+        choice = {name: line.get(name) for name in ("prompt_token_ids", "prompt_logprobs")} | choice
         prompt = choice.get("prompt_token_ids")
         if prompt is None:
             raise ValueError(
@@ -126,7 +127,9 @@ def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
         given = of_prompt(choice, prompt)
         values = [of_token(entry, token) for entry, token in zip(given, prompt)]
         after = choice.get("token_ids") or []
-        following = (choice.get("logprobs") or {}).get("token_logprobs") or [None] * len(after)
+        own = choice.get("logprobs") or {}
+        following = own.get("token_logprobs") or [each["logprob"] for each in own.get("content") or []]
+        following = following or [None] * len(after)
         # Tokens that followed have texts as keys there.
         yield scored([*prompt, *after], [*values, *following], [*ranked(given), *([None] * len(after))])
 

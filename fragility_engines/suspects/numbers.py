@@ -16,7 +16,7 @@ from fragility_core.models.norms import epsilon_name
 from fragility_core.models.paths import attention_modules
 from fragility_engines.suspects.rotary import base_of, divided, frequencies, with_base
 from fragility_engines.suspects.suspect import Suspect, change, having
-from fragility_engines.suspects.windows import fully_attending, seeing, without_first
+from fragility_engines.suspects.windows import LOOK, fully_attending, seeing, sliding, without_first
 
 EPSILONS = tuple(10.0**-power for power in range(8, -1, -1))
 SCALES = (0.25, 0.5, 0.7, 1.4, 2.0, 4.0)  # times the scale of attention
@@ -94,6 +94,13 @@ def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
         yield Number(
             "a window of {} in place of full attention", "the cache of keys and values, and its blocks", longest, sizes,
             lambda size: partial(seeing, full, size), whole=True,
+        )  # fmt: skip
+    window, having_it = sliding(model)
+    others = {*WINDOWS, window // 4, window // 2, window - 1, window + 1} - {window}
+    if narrow := tuple(sorted(size for size in others if 1 < size < longest and having_it)):
+        yield Number(
+            f"a window of {{}} in place of {window}", LOOK, window, narrow,
+            lambda size: partial(seeing, having_it, size), whole=True,
         )  # fmt: skip
 
 

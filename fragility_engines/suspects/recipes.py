@@ -18,6 +18,8 @@ from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
 CACHE, WEIGHTS = "the dtype of the KV cache that the engine was started with", "the file that the engine has loaded"
+DTYPE = "the dtype that the engine was started with"
+PLAIN = ("bf16", "fp16")
 RUN = {
     "kv-fp8": CACHE, "kv-int8": CACHE, "fp8-dynamic": WEIGHTS, "fp8-block": WEIGHTS, "fp8-tensor": WEIGHTS,
     "w8a8-int8": WEIGHTS, "w8a16-channel": WEIGHTS, "w4a16-g128": WEIGHTS, "mxfp4-w": WEIGHTS,
@@ -36,6 +38,9 @@ def recipes(model: PreTrainedModel, own: Recipe) -> list[Suspect]:
         return []
     cached = takes_cache(model)
     fitting = {name: look for name, look in RUN.items() if cached or look != CACHE}
+    finest = own.kernels.unit_roundoff if own.plain else 1.0
+    # Finer kernels make no gap larger.
+    fitting |= {name: DTYPE for name in PLAIN if get_recipe(name).kernels.unit_roundoff > finest}
     return [
         Suspect(f"the recipe {name} in place of {own.name}", look, partial(lowered, name), rounds=scatters(name))
         for name, look in fitting.items() if name != own.name
@@ -56,12 +61,12 @@ def takes_cache(model: PreTrainedModel) -> bool:
 def scatters(name: str) -> bool:
     """True if the recipe with this ``name`` rounds more than weights, which are the same in every engine."""
     recipe = get_recipe(name)
-    return recipe.linear.inputs is not None or recipe.cache is not None
+    return recipe.plain or recipe.linear.inputs is not None or recipe.cache is not None
 
 
 @contextmanager
 def lowered(recipe: str, model: PreTrainedModel) -> Iterator[Any]:
-    """A context with ``model`` quantized by a ``recipe`` beside kernels in fp32."""
-    low = lower(model, f"{recipe}@fp32")
+    """A context with ``model`` under a plain ``recipe``, or quantized by another one beside kernels in fp32."""
+    low = lower(model, recipe if get_recipe(recipe).plain else f"{recipe}@fp32")
     with low.running():
         yield low.model

@@ -15,6 +15,7 @@ from fragility_core.models.paths import attention_modules, embedding_paths
 from fragility_engines.suspects.suspect import Suspect, Window
 
 CUTS = (4096, 2048, 1024, 512, 256, 128)  # tokens that engines keep of a longer prompt, and windows of attention
+LOOK = "sliding_window and layer_types of the engine's configuration"
 PACKED = 4096  # tokens of a row of sequences at most
 
 
@@ -34,19 +35,23 @@ def fully_attending(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module, kind in kinds(model) if kind == "full_attention"]
 
 
+def sliding(model: PreTrainedModel) -> tuple[int, list[nn.Module]]:
+    """The size of the sliding window of ``model`` and the attention modules that have it; 0 and none without one."""
+    own = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+    return own, [module for module, kind in kinds(model) if own and kind == "sliding_attention"]
+
+
 def windows(model: PreTrainedModel, longest: int) -> Iterator[Suspect]:
     """Suspects of a sliding window of attention, for models whose configuration knows one."""
     config = model.config.get_text_config()
     if not hasattr(config, "sliding_window"):
         return
-    own, look = config.sliding_window, "sliding_window and layer_types of the engine's configuration"
-    sliding = [module for module, kind in kinds(model) if own and kind == "sliding_attention"]
-    full = fully_attending(model)
-    if sliding and own < longest:
-        yield Suspect(f"full attention in place of a window of {own}", look, partial(seeing, sliding, 0))
+    (own, having), full = sliding(model), fully_attending(model)
+    if having and own < longest:
+        yield Suspect(f"full attention in place of a window of {own}", LOOK, partial(seeing, having, 0))
     for size in [own] if own else CUTS:
         if full and size < longest:
-            yield Suspect(f"a window of {size} in place of full attention", look, partial(seeing, full, size))
+            yield Suspect(f"a window of {size} in place of full attention", LOOK, partial(seeing, full, size))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from tiny import random_model, random_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
 from fragility_core.models.paths import is_norm
-from fragility_engines.comparison.compare import explained
+from fragility_engines.comparison.compare import explained, told
 from fragility_engines.comparison.measuring import measure
 from fragility_engines.comparison.slopes import Directions
 from fragility_engines.comparison.verdict import judge
@@ -18,7 +18,7 @@ from fragility_engines.logs.sequences import Scored
 from fragility_engines.proving.changes import attention_scale, base, frequencies
 from fragility_engines.proving.ground import Ground, given
 from fragility_engines.proving.variations import Variation, by_window, epsilon, native
-from fragility_engines.suspects.catalogue import Facts, heads, suspects
+from fragility_engines.suspects.catalogue import Facts, beginnings, heads, suspects
 from fragility_engines.suspects.suspect import Suspect, logprobs, score
 
 WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
@@ -241,3 +241,18 @@ def test_suspects_of_windows_and_prompts_are_those_that_the_log_can_show():
     ]
     none = [each.name for each in suspects(model, Facts(5, longest=100))]
     assert not any("window" in name or "cut" in name for name in none)
+
+
+@pytest.mark.parametrize("size", [12, 15, 17])
+def test_a_sliding_window_of_another_size_is_named(size):
+    ground = ground_of("window", 2)
+    _, verdict = ground.judged(Variation("window", partial(configured, "window", 2, sliding_window=size)))
+    assert verdict.cause.suspect.name == f"a window of {size} in place of 16", verdict.line
+
+
+@pytest.mark.parametrize(("bos", "expected"), [(5, 5), (None, None), (500, None), (0, 0)])
+def test_ids_of_the_configuration_stand_in_for_a_tokenizer(tmp_path, bos, expected):
+    config_of("plain", 2, bos_token_id=bos, eos_token_id=[1, 7]).save_pretrained(tmp_path)
+    facts = told([Scored(np.array([0, 4, 9]), np.array([np.nan, -1.0, -2.0]))], str(tmp_path))
+    assert facts.bos == expected and facts.preambles == {"an EOS token": (1,), "padding": (2,) * 8}
+    assert ("a second BOS token" in [each.name for each in beginnings(facts)]) == (expected == 0)

@@ -230,13 +230,13 @@ def test_half_of_rope_is_not_taken_for_a_scaling(ground):
 
 
 def test_a_setting_of_another_size_is_only_like_the_gap():
-    """Where the engine has the setting its size is 1; one of 0.6 that goes with 85 % of the gap is another fault."""
+    """Where the engine has the setting its size is 1; one of 0.6 that goes with the gap is another fault."""
     gap = ground_of_model("qwen2", 2).gap
     loud = given(gap, (gap.tokens.exact + 300 * gap.tokens.rounding).to_numpy())
-    for size, partial_ in ((0.6, True), (1.03, False)):
-        verdict = judge(loud, [Slope(Suspect("epsilon 0.03 of norms", "eps"), size, 0.01, 0.95, 20)])
+    for size, share, partial_ in ((0.6, 0.99999, True), (1.03, 0.99999, False), (1.03, 0.97, True)):
+        verdict = judge(loud, [Slope(Suspect("epsilon 0.28 of norms", "eps"), size, 0.01, share, 20)])
         assert verdict.partial is partial_, verdict.line
-    assert judge(loud, [Slope(Suspect("a scale", "", slope=True), -7.0, 0.1, 0.95, 20)]).partial is False
+    assert judge(loud, [Slope(Suspect("a scale", "", slope=True), -7.0, 0.1, 0.99999, 20)]).partial is False
 
 
 def test_the_error_of_a_slope_is_that_of_what_the_emulated_pass_leaves():

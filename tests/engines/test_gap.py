@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from fragility_adjoint.predictor import Adjoint
 from fragility_engines.comparison.compare import explained
+from fragility_engines.comparison.eager import as_eager
 from fragility_engines.comparison.gap import Gap
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.measuring import AtPositions, measure
@@ -189,7 +190,7 @@ def test_sequences_that_overflow_do_not_count_and_all_of_them_are_refused():
     gap = measure(model, [outside, inside], "fp16")
     assert {*gap.tokens.sequence} == {1} and len(gap.known) == 1
     assert over_all(gap, model, [outside, inside])[0].share <= 1
-    assert judge(gap).kind == "few"
+    assert judge(gap).kind == "more"  # a hundred times the prediction, however short it is
 
 
 def test_logs_without_a_token_in_common_are_refused(model):
@@ -383,10 +384,58 @@ def test_sequences_that_do_not_change_do_not_count_beside_others(model, native):
     assert judge(gap_of([1.0, 0.0, 0.0, 0.0])).needed == 5
 
 
-def test_a_sequence_of_two_engines_is_far_by_its_prediction_alone():
-    """Both have the same rounded weights, which the emulated pass has as well."""
-    assert gap_of([1.0, 1.0, 100.0], emulated=150.0, two=True).far == [2]
-    assert gap_of([1.0, 1.0, 100.0], emulated=150.0).far == []
+def test_a_sequence_is_not_far_where_the_emulated_pass_is_as_far():
+    for two in (True, False):
+        assert gap_of([1.0, 1.0, 100.0], two=two).far == [2]
+        assert gap_of([1.0, 1.0, 100.0], emulated=150.0, two=two).far == []
+
+
+def test_two_engines_are_held_against_what_emulated_passes_make_of_the_prediction(model, native):
+    """By the factor of one run, whose weights round alike on both sides."""
+    one, two = (measure(model, native, "bf16", 2, reference=each).sequences for each in (None, native))
+    np.testing.assert_allclose(two.emulated / two.predicted, one.emulated / one.predicted, rtol=1e-6)
+    verdict = judge(gap_of([4.8, 5.0, 4.9, 5.1], emulated=4.84, two=True))
+    assert verdict.kind == "rounding" and "the prediction fails here" in verdict.line
+    assert judge(gap_of([4.8, 5.0, 4.9, 5.1], two=True)).kind == "more"
+    assert judge(gap_of([1.0, 1.1, 0.9, 1.0], emulated=0.1, two=True)).kind == "rounding"
+
+
+FLIPS = [1.23**2, 1.5**2, 2.0**2, 2.38**2]  # of routers, by sequence
+
+
+@pytest.mark.parametrize(
+    ("observed", "emulated", "kind"),
+    [
+        ([1.3**2, 1.6**2, 2.1**2, 2.5**2], FLIPS, "rounding"),
+        ([16.0, 17.0, 16.5, 300.0], FLIPS, "more"),
+        ([1.35**2, 1.36**2, 1.34**2, 1.35**2], [1.19**2, 1.2**2, 1.21**2, 1.2**2], "rounding"),  # what it explains
+        ([1.7**2, 1.71**2, 1.69**2, 1.7**2], [1.19**2, 1.2**2, 1.21**2, 1.2**2], "more"),
+    ],
+)
+def test_a_change_within_an_emulated_pass_that_is_larger_than_predicted_is_no_more(observed, emulated, kind):
+    gap = made(observed, [1.0] * 4, emulated=emulated)
+    assert gap.emulated_ratio[1] > 1 and judge(gap).kind == kind, judge(gap).line
+
+
+def test_an_enormous_gap_of_a_short_log_is_more():
+    """Kept is "few" where the emulated pass is far from the prediction, or the gap is moderate."""
+    assert judge(made([78.0**2], [1.0], tokens=30)).kind == "more"
+    assert judge(made([445.0**2], [1.0], tokens=8)).kind == "more"
+    assert judge(made([445.0**2], [1.0], tokens=8, emulated=[9.0])).kind == "few"
+    assert judge(made([15.0**2], [1.0], tokens=8)).kind == "few"
+
+
+def test_eager_attention_is_held_against_fused_attention_by_one_yardstick():
+    """An emulated pass that is larger than predicted for both alike tells nothing of eager attention."""
+    model, observed = random_model(LLAMA), [2.2, 2.3, 2.2, 2.3]
+    model.set_attn_implementation("sdpa")
+    first = made(observed, [1.0] * 4)
+    _, verdict = as_eager(model, first, judge(first), lambda: made(observed, [2.0] * 4))
+    assert verdict.fused == pytest.approx(first.ratio)
+    doubtful = made(observed, [1.0] * 4, emulated=[1.1, 9.0, 0.9, 2.2])  # no failure beyond doubt
+    alike = made(observed, [1.0] * 4, emulated=[2.2, 2.3, 2.2, 2.3])
+    assert judge(doubtful).kind == "more" and judge(alike).kind == "rounding"
+    assert as_eager(model, doubtful, judge(doubtful), lambda: alike)[0] is doubtful
 
 
 def test_the_grid_of_both_logs_is_not_between_them(model, native):
@@ -480,3 +529,16 @@ def test_a_cause_of_some_sequences_is_named_for_these(model, native):
     verdict = judge(gap, [*found, *further])
     assert gap.far == [0, 1] and verdict.cause.where == "in these" and not verdict.partial
     assert "a temperature of 0.6" in verdict.cause.suspect.name and "of it in these: look at" in verdict.line
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_plain_format_that_is_coarser_than_said_is_named(stored):
+    """Where the weights are ``stored`` in bf16, kernels alone round."""
+    model, low = random_model(LLAMA), random_model(LLAMA).bfloat16()
+    if stored:
+        model.load_state_dict(low.state_dict())
+    log = engine(lambda window: logprobs(low, window))
+    gap = measure(model, log, "fp16")
+    found, further = explained(gap, Directions(model, log, suspects(model, Facts.of(log, 0))))
+    verdict = judge(gap, [*found, *further])
+    assert verdict.kind == "more" and verdict.cause.suspect.name == "the recipe bf16 in place of fp16", verdict.line

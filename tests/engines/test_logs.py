@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fragility_engines.logs.sequences import READERS, Scored, read, write
+from fragility_engines.logs.sequences import READERS, Scored, of_answer, read, write
 
 TOKENS, VALUES = [3, 7, 7, 1], [None, -0.5, -2.25, -0.125]
 FORMS = {
@@ -272,3 +272,10 @@ def test_running_sums_are_refused(tmp_path):
     assert len(read(written(tmp_path, sums))) == 1  # so few may fall by chance
     mixed = {"tokens": sums["tokens"], "logprobs": [None, *values[:-1], -10.0]}
     assert len(read(written(tmp_path, sums, mixed))) == 2
+
+
+def test_an_answer_of_the_chat_of_vllm_has_its_prompt_beside_the_choices():
+    entries = [None, {"5": {"logprob": -1.5, "rank": 1}}, {"9": {"logprob": -2.5, "rank": 3}}]
+    choice = {"message": {"content": "a"}, "token_ids": [7], "logprobs": {"content": [{"token": "a", "logprob": -0.5}]}}
+    (found,) = of_answer({"choices": [choice], "prompt_token_ids": [1, 5, 9], "prompt_logprobs": entries})
+    assert [*found.tokens] == [1, 5, 9, 7] and [*found.logprobs[1:]] == [-1.5, -2.5, -0.5]
