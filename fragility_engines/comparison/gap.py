@@ -96,9 +96,8 @@ class Gap:
         below it, or that it explains what the prediction does not. Of two engines a smaller one tells nothing.
         """
         value, low, high = self.emulated_ratio
-        if low > MORE or (high < LESS and not self.two):
-            return True
-        return low > 1 and (value > MORE or self.beside("emulated")[0] <= MORE < self.beside("predicted")[0])
+        (left, *_), (gap, *_) = self.beside("emulated"), self.beside("predicted")
+        return low > MORE or (high < LESS and not self.two) or (low > 1 and (value > MORE or left <= MORE < gap))
 
     def only(self, numbers: Sequence[int]) -> "Gap":
         """The gap over the tokens of the sequences with these ``numbers``; ``sequences`` stay as they are."""
@@ -130,7 +129,8 @@ class Gap:
     @property
     def far(self) -> list[int]:
         """The sequences whose own change is FAR beyond both their predicted and their emulated one."""
-        more = self.known.observed > FAR**2 * self.known[["predicted", "emulated"]].max(axis=1)
+        times = max(1.0, (self.finite.emulated / self.finite.predicted).max())  # what one has, another may have
+        more = self.known.observed > FAR**2 * np.maximum(self.finite.predicted * times, self.known.emulated)
         return [int(number) for number in self.known.sequence[more & (self.known.tokens >= ENOUGH)]]
 
     @property

@@ -388,6 +388,9 @@ def test_a_sequence_is_not_far_where_the_emulated_pass_is_as_far():
     for two in (True, False):
         assert gap_of([1.0, 1.0, 100.0], two=two).far == [2]
         assert gap_of([1.0, 1.0, 100.0], emulated=150.0, two=two).far == []
+        # Tokens go to other experts in one sequence of the emulated pass, and in another of the engine's.
+        assert gap_of([1.0, 1.0, 100.0], emulated=[100.0, 1.0, 1.0], two=two).far == []
+        assert gap_of([1.0, 1.0, 100.0], emulated=[4.0, 1.0, 1.0], two=two).far == [2]
 
 
 def test_two_engines_are_held_against_what_emulated_passes_make_of_the_prediction(model, native):
