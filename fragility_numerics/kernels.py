@@ -17,16 +17,16 @@ EXACT = {
     "new_empty", "empty", "empty_strided", "zeros", "ones", "eye", "constant_pad_nd", "repeat", "flip", "roll", "topk",
     "amax", "tril_", "tril", "triu", "_local_scalar_dense", "equal", "argmax", "sort", "_unsafe_view", "set_",
 }  # fmt: skip
-EXACT_FUNCTIONS = EXACT | {
+BOUNDING = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "clip", "clip_"}
+EXACT_FUNCTIONS = EXACT | BOUNDING | {
     "contiguous", "reshape", "flatten", "concat", "dropout", "__getitem__", "__setitem__", "index_copy_", "detach",
     "scatter", "scatter_", "take_along_dim", "repeat_interleave", "tile", "max", "min", "maximum", "minimum", "pad",
-    "clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "clip", "clip_",
 }  # fmt: skip
 
 # Some of these may write a constant that is no number of the format: then the result is rounded. In a format that torch
 # computes in, the kernel itself rounds the constant.
 FILLING = {"where", "masked_fill", "masked_fill_", "fill_", "constant_pad_nd", "__setitem__", "scatter", "scatter_"}
-FILLING_FUNCTIONS = FILLING | {name for name in EXACT_FUNCTIONS if name.startswith(("clamp", "clip", "pad"))}
+FILLING_FUNCTIONS = FILLING | BOUNDING | {"pad"}
 
 # Their results may be numbers of the format already: a sum with something tiny or with an empty row, a product with 1.
 OFTEN_EXACT = {

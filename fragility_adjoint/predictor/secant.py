@@ -37,7 +37,7 @@ from fragility_adjoint.predictor.arithmetic import PROPERTIES, LowArithmetic, Wi
 from fragility_adjoint.predictor.calls import FunctionCall, in_place
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recorder import ErrorRecorder
-from fragility_numerics.kernels import EXACT_FUNCTIONS
+from fragility_numerics.kernels import BOUNDING, EXACT_FUNCTIONS
 from fragility_numerics.nested import map_tensors, tensors
 from fragility_quantization.operands import storages
 from fragility_quantization.recipes import Recipe
@@ -47,7 +47,7 @@ CUT = {Tensor.detach, PROPERTIES.data.__get__}  # functions that give a tensor w
 # Linear in floating tensors, and so run as they are. To leave one out costs time alone: halfway is exact, too.
 # Those of EXACT_FUNCTIONS that look at the size of entries are not linear.
 SELECTING = {"max", "min", "topk", "sort", "kthvalue", "median", "mode"}
-LINEAR = EXACT_FUNCTIONS - SELECTING - {"abs", "relu", "maximum", "minimum", "amax"} | {
+LINEAR = EXACT_FUNCTIONS - SELECTING - BOUNDING - {"abs", "relu", "maximum", "minimum", "amax"} | {
     "to", "float", "double", "type", "type_as", "cpu", "cuda", "add", "sub", "__rsub__", "sum", "mean", "index_add",
     "scatter_add", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims",
 }  # fmt: skip
@@ -56,7 +56,7 @@ ELEMENTWISE = {
     "abs", "relu", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "pow",
     "square", "sin", "cos", "tan", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "gelu", "silu", "mish", "selu",
     "celu", "elu", "softplus", "softsign", "tanhshrink", "relu6", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh",
-    "logsigmoid", "log_sigmoid", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "__rdiv__", "__rpow__",
+    "logsigmoid", "log_sigmoid", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "__rdiv__", "__rpow__",
 }  # fmt: skip
 
 

@@ -51,7 +51,8 @@ def remainder(function, *args):
 POINTWISE = {
     "exp": torch.exp, "gelu": functional.gelu, "tanh gelu": lambda x: functional.gelu(x, approximate="tanh"),
     "silu": functional.silu, "cube": lambda x: x**3, "sigmoid": torch.sigmoid, "relu": torch.relu,
-    "softplus": functional.softplus, "clamp": lambda x: x.clamp(-0.5, 0.5), "1/x": lambda x: 1 / (x * x + 1),
+    "softplus": functional.softplus, "clamp": lambda x: x.clamp(-0.5, 0.5), "clip": lambda x: torch.clip(x, max=0.5),
+    "clamp in place": lambda x: (x * 1.0).clamp_(-0.5, 0.5), "1/x": lambda x: 1 / (x * x + 1),
     "2^x": lambda x: 2**x, "root": lambda x: (x * x + 0.1).sqrt(), "abs": torch.abs,
     "in place": lambda x: (x * 1.0).tanh_().mul_(x).add_(1.0).unsqueeze_(0),
     "power": lambda x: torch.pow(2.0, x), "largest": lambda x: torch.maximum(x, torch.zeros_like(x)),

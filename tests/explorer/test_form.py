@@ -163,8 +163,9 @@ def test_the_button_runs_the_diagnosis_and_shows_its_page(results):
     form.button.click()
     assert form.button.disabled and not form.stopping.disabled
     form.button.click()  # which starts no second one
-    wait_until(lambda: not form.job.running)
-    assert "Done in" in form.status.value and not form.button.disabled and form.stopping.disabled
+    wait_until(lambda: "Done in" in form.status.value)
+    wait_until(lambda: not form.button.disabled)
+    assert not form.job.running and form.stopping.disabled
     page = OUTPUTS / "form-test-custom" / "diagnosis.html"
     assert "fp16" in page.read_text("utf-8")
     assert "../outputs/form-test-custom/diagnosis.html" in form.shown.outputs[0]["data"]["text/html"]
@@ -178,7 +179,8 @@ def test_the_button_runs_the_diagnosis_and_shows_its_page(results):
 def test_a_run_that_fails_says_why_and_leaves_the_form_usable(results):
     form = Form(replace(SMALL, budget="99 blocks"), results)
     form.button.click()
-    wait_until(lambda: not form.job.running)
+    wait_until(lambda: 'role="alert"' in form.status.value)
+    wait_until(lambda: not form.button.disabled)
     assert "the budget must be between 0 and the 12 blocks of the model, got 99" in form.status.value
     assert 'role="alert"' in form.status.value and form.shown.outputs == () and form.job.written is None
     assert form.shown.layout.display == "none"
