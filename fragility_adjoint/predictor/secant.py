@@ -56,7 +56,8 @@ ELEMENTWISE = {
     "abs", "relu", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "pow",
     "square", "sin", "cos", "tan", "atan", "sinh", "cosh", "tanh", "sigmoid", "erf", "gelu", "silu", "mish", "selu",
     "celu", "elu", "softplus", "softsign", "tanhshrink", "relu6", "leaky_relu", "hardswish", "hardsigmoid", "hardtanh",
-    "logsigmoid", "log_sigmoid", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "__rdiv__", "__rpow__",
+    "logsigmoid", "log_sigmoid", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "__rdiv__",
+    "__rpow__",
 }  # fmt: skip
 
 

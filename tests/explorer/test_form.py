@@ -1,6 +1,7 @@
 """The form of a diagnosis without a browser: values, refusals, a run with its page, a stop, and a run that fails."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -153,8 +154,8 @@ def test_options_that_few_need_are_folded():
 def results(monkeypatch):
     """A folder of results that is gone afterwards. Processes that run a diagnosis are forks."""
     monkeypatch.setattr(job, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.popen}))
-    yield "form-test"
-    shutil.rmtree(OUTPUTS / "form-test-custom", ignore_errors=True)
+    yield f"form-test-{os.getpid()}"  # tests of other processes have a folder of their own
+    shutil.rmtree(OUTPUTS / f"form-test-{os.getpid()}-custom", ignore_errors=True)
 
 
 def test_the_button_runs_the_diagnosis_and_shows_its_page(results):
@@ -166,9 +167,9 @@ def test_the_button_runs_the_diagnosis_and_shows_its_page(results):
     wait_until(lambda: "Done in" in form.status.value)
     wait_until(lambda: not form.button.disabled)
     assert not form.job.running and form.stopping.disabled
-    page = OUTPUTS / "form-test-custom" / "diagnosis.html"
+    page = OUTPUTS / f"{results}-custom" / "diagnosis.html"
     assert "fp16" in page.read_text("utf-8")
-    assert "../outputs/form-test-custom/diagnosis.html" in form.shown.outputs[0]["data"]["text/html"]
+    assert f"../outputs/{results}-custom/diagnosis.html" in form.shown.outputs[0]["data"]["text/html"]
     assert form.shown.layout.display is None
     everything = " ".join(told)
     first = everything.index("of additional memory")
@@ -192,14 +193,14 @@ def test_a_refusal_of_the_check_is_told_without_the_name_of_the_command(results)
     request = replace(SMALL, data="nobody:a:b:c")
     assert refused(Form(request, results)) == {}, "the hub is asked by the run alone"
     with pytest.raises(ValueError, match=r"^a text of the hub is name\[:config\[:split\]\]"):
-        job.main(["form-test-custom", json.dumps(asdict(request))])
+        job.main([f"{results}-custom", json.dumps(asdict(request))])
 
 
 def test_a_budget_of_kl_passes_the_checks_of_the_run(results, capsys):
     request = replace(SMALL, format="w8a16-g128", budget="KL 0.5")
-    job.main(["form-test-custom", json.dumps(asdict(request))])
+    job.main([f"{results}-custom", json.dumps(asdict(request))])
     assert "step 12 of 12" in capsys.readouterr().out
-    assert "KL 0.5" in (OUTPUTS / "form-test-custom" / "diagnosis.html").read_text("utf-8")
+    assert "KL 0.5" in (OUTPUTS / f"{results}-custom" / "diagnosis.html").read_text("utf-8")
 
 
 def test_stop_ends_the_process_and_the_next_run_starts(results, monkeypatch):
