@@ -34,7 +34,7 @@ def predictions(
 ) -> dict[str, Prediction]:  # fmt: skip
     """The prediction for the fp32 ``model`` over ``tokens`` (B, T) in each of ``recipes``, by name.
 
-    The other arguments are those of ``Adjoint``. Recipes that round nothing are left out.
+    Other arguments are those of ``Adjoint``. Recipes that round nothing are left out.
     """
     rounding = [recipe for recipe in map(get_recipe, recipes) if recipe.rounds]
     how = model, probes, seed, target, gradients
@@ -68,8 +68,7 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
 def chosen_groups(model: nn.Module, tokens: Tensor, recipe: Recipe) -> list[tuple[str, ...]]:
     """Paths in groups of layers to which a choice beside ``recipe`` gives one scheme.
 
-    These are ``fused_layers``, with its ``tokens``. But a file of GGUF has a type for each tensor, embedding and head
-    included, which are one if they are tied.
+    They are ``fused_layers`` of ``tokens``; in GGUF each tensor, and tied ends are one.
     """
     return tensor_groups(model, recipe) if recipe.gguf else fused_layers(model, tokens)
 
@@ -201,8 +200,7 @@ class Choices:
     def _taken(self, choice: Choice) -> np.ndarray:
         """The decisions of the knapsack, booleans."""
         first, taken = len(self._decisions), np.zeros(len(self._knapsack.errors), dtype=bool)
-        taken[[self._decisions.index(pair) for pair in enumerate(choice.schemes)]] = True
-        taken[[first + i for i in choice.kept]] = True
+        taken[[*map(self._decisions.index, enumerate(choice.schemes)), *(first + i for i in choice.kept)]] = True
         return taken
 
     def _choice(self, taken: np.ndarray) -> Choice:
@@ -262,8 +260,7 @@ class Choices:
         square = (bound if self.target.squared else bound**2) - self._elsewhere.mean()
         least = self._knapsack.error(self._knapsack.least_error())
         if square < least:
-            least += self._elsewhere.mean()
-            least = least if self.target.squared else least**0.5
+            least = (least + self._elsewhere.mean()) ** (1.0 if self.target.squared else 0.5)
             raise ValueError(
                 f"the bound on {self.target.name} must be at least {least:.3g}, which the best schemes and all other "
                 f"kernels give, got {bound:g}"

@@ -179,8 +179,7 @@ class Adjoint:
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
         given. Padding counts nowhere: ``attention_mask`` (B, T) is 1 for tokens and 0 for padding before or after them,
         and each window is computed, and shown to the target, without it. ``seeds``, one a window, draw its sign vectors
-        in place of ``seed``, by which all windows have the same ones. The prediction of a window does not depend on the
-        other windows.
+        in place of ``seed``, by which all windows have the same ones. A window's prediction depends on no other window.
         All windows share what is read of a streamed model, and what enters each block is held for each.
 
         Raises ValueError for a model in training mode, for weights that have changed since they were read, and for what

@@ -1,7 +1,6 @@
 """Targets: what the error of a low-precision pass is measured in.
 
-Contributions are squared errors of a target's output. The prediction is their sum over the square of its norm, or the
-root of that.
+Contributions are squared errors of its output. The prediction is their sum over its squared norm, or the root of that.
 """
 
 from collections.abc import Callable
@@ -54,8 +53,14 @@ def root_of_twice_the_count(output: Tensor, counted: Tensor) -> Tensor:
 
 @without_padding
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (B, T, vocabulary) in fp32, as the model scales or caps them, with the mask of ``final_hidden``."""
-    return model(tokens, use_cache=False).logits.float()
+    """Logits (B, T, vocabulary) in fp32, as the model scales or caps them, with the mask of ``final_hidden``.
+
+    Raises TypeError for a model without a head.
+    """
+    output = model(tokens, use_cache=False)
+    if not hasattr(output, "logits"):
+        raise TypeError(f"this target needs a head: load AutoModelForCausalLM, got {type(model).__name__}")
+    return output.logits.float()
 
 
 def distribution(z: Tensor) -> Tensor:

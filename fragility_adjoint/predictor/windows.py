@@ -55,10 +55,9 @@ def windows_of(
 ) -> list[Window]:  # fmt: skip
     """The windows of ``tokens`` (B, T), without padding.
 
-    ``seed`` is that of every window, unless each has one in ``seeds``.
-    ``counted`` and ``attention_mask`` (B, T) are 1, or True, for the positions that count and that are no padding.
-    Raises TypeError for what is no tensor, ValueError for windows without tokens, for another number of ``seeds`` than
-    of windows, for masks of another shape or with other values, and for what ``spans`` refuses.
+    ``seed`` is that of every window, unless each has one in ``seeds``. ``counted`` and ``attention_mask`` (B, T) are 1,
+    or True, for the positions that count and that are no padding. Raises TypeError for what is no tensor, ValueError
+    for windows without tokens, another number of ``seeds``, other masks, and for what ``spans`` refuses.
     """
     require_tensor(tokens)
     if tokens.ndim < 2 or not tokens.numel():

@@ -233,6 +233,12 @@ def test_a_model_without_a_cache_of_keys_is_refused():
         lower(mamba, "kv-fp8")
 
 
+@pytest.mark.parametrize("target", sorted({*TARGETS} - {"hidden"}))
+def test_targets_of_logits_need_a_head(target, tiny_gpt2):
+    with pytest.raises(TypeError, match="this target needs a head: load AutoModelForCausalLM, got GPT2Model"):
+        Adjoint(lower(tiny_gpt2.base_model, "bf16"), tiny_gpt2.base_model, target=target)(TOKENS)
+
+
 def test_targets_by_name(tiny_gpt2):
     assert get_target("kl") is TARGETS["kl"] and get_target(TARGETS["kl"]) is TARGETS["kl"]
     with pytest.raises(ValueError, match="a target must be one of hidden, kl, logprob, loss, flips, got 'nll'"):
