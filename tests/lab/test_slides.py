@@ -36,8 +36,12 @@ def test_every_section_has_notes_and_every_note_a_section(name):
 @pytest.mark.parametrize("name", LESSONS)
 def test_the_minutes_of_the_notes_are_those_of_the_lesson(name):
     notes = NOTES[name.removeprefix("theory/")].values()
-    assert all(note.keys() <= {"minutes", "say", "ask"} and note["say"].endswith((".", "?")) for note in notes)
-    assert all("ask" not in note or "?" in note["ask"] or note["ask"].endswith(".") for note in notes)
+    assert all(
+        note.keys() - {"ask", "answer"} == {"minutes", "say"} and note["say"].endswith((".", "?")) for note in notes
+    )
+    assert all(("ask" in note) == ("answer" in note) for note in notes)
+    assert all("?" in note["ask"] or note["ask"].endswith(".") for note in notes if "ask" in note)
+    assert all(note["answer"].endswith(".") for note in notes if "answer" in note)
     first = nbformat.read(notebook_path(name), as_version=4).cells[0].source
     minutes = int(re.search(r"About (\d+) minutes", " ".join(first.split()))[1])
     assert sum(note["minutes"] for note in notes) == minutes

@@ -85,13 +85,13 @@ def slides(children: list) -> list[list]:
 
 
 def aside(lesson: str, title: str) -> list:
-    """What a lecturer says, asks, and how long it takes, where ``notes.yaml`` has it."""
+    """What a lecturer says and asks, the answer, and how long it takes, where ``notes.yaml`` has it."""
     note = NOTES.get(lesson, {}).get(title)
     if note is None:
         return []
     minutes = note["minutes"]
     parts = [f"<p>{minutes} minute{'s' * (minutes != 1)} for this section. {html.escape(note['say'])}</p>"]
-    parts += [f"<p><b>Ask:</b> {html.escape(note['ask'])}</p>"] if "ask" in note else []
+    parts += [f"<p><b>{key.title()}:</b> {html.escape(note[key])}</p>" for key in ("ask", "answer") if key in note]
     return [nodes.raw("", f'<aside class="notes">{"".join(parts)}</aside>', format="html")]
 
 
