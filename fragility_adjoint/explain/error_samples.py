@@ -201,8 +201,7 @@ class ErrorSamples:
     def scaled(self, run: Callable[[nn.Module], Result], share: float) -> Result:
         """The result of ``run`` for the model with ``share`` of every error: at 1 as in low precision, at 0 as in fp32.
 
-        Raises ValueError where gradients are not taken in fp32: the errors are then not known, or for stochastic
-        rounding.
+        Raises ValueError for stochastic rounding, and unless gradients are taken in fp32: errors are then not known.
         """
         self._require_errors()
         return self._run(run, ScaledErrors(share), "")

@@ -203,8 +203,7 @@ def flops(structure: Structure, kept: Collection[str], scores: bool, length: int
     A matrix of n entries counts 2 n, in a mixture those of all experts. An attention branch that is kept counts 4 T d
     more, for query times key and for probabilities times value, d the width of all heads together. For ``scores`` each
     other branch counts 2 T d.
-    Masked scores count, elementwise kernels do not. d, which may differ by layer, counts as 0 if no configuration
-    gives it.
+    Masked scores count, elementwise kernels do not. d, which may differ by layer, is 0 if no configuration gives it.
     """
     owners = [m for path in kept for m in structure.model.get_submodule(path).modules()]
     matrices = (m.parameters(recurse=False) for m in owners if not isinstance(m, nn.Embedding))

@@ -90,8 +90,10 @@ def divergence(model: nn.Module, tokens: Tensor) -> Tensor:
 def log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
     """z_t - <p, z> for the next token t of the text, (B, T - 1, 1), with the probabilities p held fixed.
 
-    It changes as the log probability of t does, to first order.
+    It changes as the log probability of t does, to first order. Raises ValueError for windows of a single token.
     """
+    if tokens.shape[1] < 2:
+        raise ValueError(f"windows must have 2 tokens or more for a next one, got {tokens.shape[1]}")
     z = logits(model, tokens)[:, :-1]
     return z.gather(-1, tokens[:, 1:, None].to(z.device)) - (distribution(z) * z).sum(-1, keepdim=True)
 

@@ -239,6 +239,12 @@ def test_targets_of_logits_need_a_head(target, tiny_gpt2):
         Adjoint(lower(tiny_gpt2.base_model, "bf16"), tiny_gpt2.base_model, target=target)(TOKENS)
 
 
+@pytest.mark.parametrize("target", ["logprob", "loss"])
+def test_next_tokens_need_two_tokens(target, tiny_gpt2):
+    with pytest.raises(ValueError, match="windows must have 2 tokens or more for a next one, got 1"):
+        Adjoint(lower(tiny_gpt2, "bf16"), tiny_gpt2, target=target)(TOKENS[:, :1])
+
+
 def test_targets_by_name(tiny_gpt2):
     assert get_target("kl") is TARGETS["kl"] and get_target(TARGETS["kl"]) is TARGETS["kl"]
     with pytest.raises(ValueError, match="a target must be one of hidden, kl, logprob, loss, flips, got 'nll'"):
