@@ -21,22 +21,28 @@ NUMBERS = ("layer_idx", "layer_id")  # attributes with the number under which at
 PAST = {"past_key_values", "layer_past"}  # arguments by which it gets the cache
 
 
-class RoundedCache(DynamicCache):
-    """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in.
+class RoundedCache(Cache):
+    """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in (``rounded``).
 
     Those of the layers with a number in ``kept`` stay as they are, and all of them where ``stored`` is None.
     """
 
-    def __init__(self, stored: NumberFormat | None, config, kept: Collection[int] = ()):
-        super().__init__(config=config)
-        self.stored, self.kept = stored, kept
+    stored: NumberFormat | None
+    kept: Collection[int]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """The same as ``DynamicCache.update``: all keys and values that are stored now."""
+        """The same as ``Cache.update``: all keys and values that are stored now."""
         if self.stored is not None and layer_idx not in self.kept:
             key_states = round_stored(key_states, "key cache", self.stored)
             value_states = round_stored(value_states, "value cache", self.stored)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def rounded(cache: Cache, stored: NumberFormat, kept: Collection[int] = ()) -> RoundedCache:
+    """``cache`` itself, which is empty, as a ``RoundedCache`` of its kind: dynamic, static or another."""
+    cache.__class__ = type(f"Rounded{type(cache).__name__}", (RoundedCache, type(cache)), {})
+    cache.stored, cache.kept = stored, kept
+    return cache
 
 
 def unrounded(cache: Cache) -> Cache:
@@ -93,11 +99,12 @@ def cached_layers(model: nn.Module, kept: Collection[str]) -> frozenset[int]:
 def give_cache(
     stored: NumberFormat, kept: Collection[int], model: Any, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:  # fmt: skip
-    """A hook before the forward of ``model``: an empty cache, or none, becomes a ``RoundedCache``."""
+    """A hook before the forward of ``model``: an empty cache, or a new one, becomes a ``RoundedCache``."""
     given = kwargs.get("past_key_values")
     if isinstance(given, RoundedCache):
         return args, kwargs
-    if given is not None and given.get_seq_length():
+    if given is None:
+        given = DynamicCache(config=model.config.get_text_config(decoder=True))
+    elif given.get_seq_length():
         raise ValueError("a rounded KV cache must be filled from the start, got a cache that other passes have filled")
-    cache = RoundedCache(stored, model.config.get_text_config(decoder=True), kept)
-    return args, kwargs | {"past_key_values": cache, "use_cache": True}
+    return args, kwargs | {"past_key_values": rounded(given, stored, kept), "use_cache": True}

@@ -73,7 +73,7 @@ class OverflowDetector(TorchDispatchMode):
 
     def __init__(self, low: LowPrecision):
         super().__init__()
-        self.low = low
+        self.low, self.paused = low, low.paused
         self.calls = [ModuleCall("", low.model)]
         self.whole = 0  # how many activations are running, which count as one kernel
         self.first: NonfiniteKernel | None = None
@@ -116,24 +116,23 @@ class OverflowDetector(TorchDispatchMode):
 
     def hide(self, before: Any, result: Any) -> None:
         """Forget the first overflow if this call hides it: its ``result`` is finite, and what was ``before`` is not."""
-        found = self.first
-        if found is None or found.call is not self.calls[-1]:
+        if self.first is None or self.first.call is not self.calls[-1]:
             return
         dtype = self.low.format.compute_dtype
 
         def numbers(x: Tensor) -> Tensor:
             return x if x.is_floating_point() or x.dtype.itemsize != dtype.itemsize else x.view(dtype)
 
-        if finite(map(numbers, tensors(result))) and not finite(map(numbers, tensors(before))):
+        if finite(numbers(x) for x in tensors(result)) and not finite(numbers(x) for x in tensors(before)):
             self.first = None
 
     def look(self, kernel: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Keep the running kernel if it is the first to leave the range; ``args`` are as they were before it."""
-        results = [x for x in tensors(result) if x.is_floating_point()]
+        results = [x for x in tensors(result) if is_float(x)]
         if self.first is not None or finite(results):
             return
         call = self.calls[-1]
-        operands = [x for x in tensors((args, kwargs)) if x.is_floating_point()]
+        operands = [x for x in tensors((args, kwargs)) if is_float(x)]
         own = {p.untyped_storage().data_ptr() for p in call.module.parameters(recurse=False)}
         parameters = [x for x in operands if x.untyped_storage().data_ptr() in own]
 
@@ -158,7 +157,12 @@ class OverflowDetector(TorchDispatchMode):
 
 def finite(values: Any) -> bool:
     """True if all floating ``values`` are finite."""
-    return all(bool(x.isfinite().all()) for x in values if x.is_floating_point())
+    return all(bool(x.isfinite().all()) for x in values if is_float(x))
+
+
+def is_float(x: Tensor) -> bool:
+    """True for floating numbers; those of 8 bits, of which torch cannot say that they are finite, are read again."""
+    return x.is_floating_point() and x.dtype.itemsize > 1
 
 
 def masking(x: Tensor) -> Tensor:
@@ -175,10 +179,8 @@ def kind_of(kernel: Any, args: tuple, kwargs: dict, bad: Tensor) -> str:
     def wide(value: Any) -> Any:
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
-    if kernel is None:  # an activation of finite numbers
-        return "overflow"
-    name = kernel.overloadpacket.__name__
-    if kernel.namespace != "aten" or name in WITHOUT_FP64:
+    name = kernel.overloadpacket.__name__ if kernel is not None else ""  # an activation of finite numbers
+    if kernel is None or kernel.namespace != "aten" or name in WITHOUT_FP64:
         return "overflow"
     try:
         args, kwargs = map_tensors((args, kwargs), lambda x: x.double() if x.is_floating_point() else x)
@@ -202,12 +204,10 @@ def first_overflow(low: LowPrecision, run: Callable[[nn.Module], object]) -> Ove
     with ExitStack() as stack:
         for path, module in low.model.named_modules():
             alone = id(module) in whole
-            hooks = (
-                module.register_forward_pre_hook(lambda m, args, at=(path, module, alone): detector.enter(*at)),
-                module.register_forward_hook(lambda m, args, output, alone=alone: detector.leave(args, output, alone)),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            before = module.register_forward_pre_hook(lambda m, args, at=(path, module, alone): detector.enter(*at))
+            after = module.register_forward_hook(lambda m, args, out, alone=alone: detector.leave(args, out, alone))
+            stack.callback(before.remove)
+            stack.callback(after.remove)
         with low.running(), detector:
             run(low.model)
     found = detector.first or detector.other

@@ -22,7 +22,7 @@ from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.catalogue import PLACE, places
 from fragility_engines.suspects.numbers import Number, numbers
 from fragility_engines.suspects.rotary import cut
-from fragility_engines.suspects.sampling import penalties, sampling
+from fragility_engines.suspects.sampling import penalties, sampling, shards
 from fragility_engines.suspects.stale import Checkpoint
 from fragility_engines.suspects.structure import around, in_one_block, runs, structure
 from fragility_engines.suspects.suspect import Suspect, Window, read, scores
@@ -148,7 +148,7 @@ class Directions:
     @cached_property
     def structure(self) -> list[Suspect]:
         """The suspects of what all blocks have in common, and of what sampling does to logits."""
-        return [*structure(self.model), *sampling()]
+        return [*structure(self.model), *sampling(), *shards()]
 
     def packed(self, gap: Gap) -> list[Suspect]:
         """The suspects of sequences that see those before them, where ``gap`` tells with which a row begins."""

@@ -17,7 +17,7 @@ from fragility_engines.logs.sequences import Scored
 from fragility_engines.suspects.outputs import multiplied
 from fragility_engines.suspects.rotary import rotary
 from fragility_engines.suspects.sampling import heated
-from fragility_engines.suspects.suspect import Suspect, assigning, change, having
+from fragility_engines.suspects.suspect import Suspect, assigning, change, having, new
 from fragility_engines.suspects.windows import CUTS, windows
 
 TEMPERED = "another temperature"
@@ -104,7 +104,7 @@ def heads(model: Any, own: Tensor | None = None) -> Iterator[Suspect]:
         return
     if head.weight is embedding.weight:
         if own is not None and own.shape == head.weight.shape:
-            loaded = nn.Parameter(own.to(head.weight), requires_grad=False)
+            loaded = new(own.to(head.weight))
             yield Suspect("the file's own head in place of the embedding", look, assigning([(head, "weight", loaded)]))
         return
     for name, one, other in (
@@ -157,7 +157,7 @@ def scales_of_norms(model: PreTrainedModel) -> Iterator[Suspect]:
 
 def moved(by: float, weight: Tensor) -> nn.Parameter:
     """``weight`` plus ``by``."""
-    return nn.Parameter(weight.detach() + by, requires_grad=False)
+    return new(weight.detach() + by)
 
 
 def places(model: PreTrainedModel) -> list[Suspect]:

@@ -15,6 +15,7 @@ Processed = Callable[[Tensor, Tensor], Tensor]  # makes other logits (T, V) of t
 PADDED = (16, 64, 128, 256, 512, 1024, 4096)
 NONE = 1e-3  # a penalty that changes next to nothing
 LIKELY = 0.05, 0.1  # shares of the largest probability
+SHARDS = 2, 4, 8  # ranks among which a head is split
 NUCLEUS = 1024  # most probable tokens among which the nucleus is looked for
 
 
@@ -67,6 +68,29 @@ def sampling() -> Iterator[Suspect]:
 
     for cap in (20.0, 30.0, 50.0):
         yield Suspect(f"a softcap of logits, {cap:g}", "final_logit_softcapping", processed=partial(capped, cap))
+
+
+def shards() -> Iterator[Suspect]:
+    """Suspects of a head that several ranks share, one of which gives no logits, or those of another one."""
+    mend = "which rank has which rows of the head, and how their logits are put together"
+    for count in SHARDS:
+        for part in range(count):
+            name = f"logits of 0 in part {part + 1} of {count} of the vocabulary"
+            yield Suspect(name, mend, processed=partial(silent, part, count))
+    yield Suspect("logits of both halves of the vocabulary in each other's place", mend, processed=exchanged)
+
+
+def silent(part: int, count: int, z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits ``z`` (T, V), 0 in this ``part`` of ``count`` equal ones."""
+    width = -(-z.shape[-1] // count)
+    z = z.clone()
+    z[:, part * width : (part + 1) * width] = 0
+    return z
+
+
+def exchanged(z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits ``z`` (T, V) with the second half of the vocabulary first."""
+    return z.roll(z.shape[-1] // 2, -1)
 
 
 def drawn(temperature: float) -> Iterator[Suspect]:

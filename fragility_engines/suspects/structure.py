@@ -5,6 +5,7 @@ They are tried where no setting explains a gap: each is a mistake of the engine'
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -25,8 +26,9 @@ from fragility_core.models.paths import (
     is_norm,
     norm_paths,
 )
+from fragility_engines.suspects.experts import experts
 from fragility_engines.suspects.outputs import again, multiplied, passing
-from fragility_engines.suspects.suspect import Suspect, assigning, change, having
+from fragility_engines.suspects.suspect import Suspect, assigned, assigning, change, having, new
 from fragility_engines.suspects.windows import masks
 
 LOADED = "what the engine's loader does with these weights, and the names that it knows"
@@ -47,7 +49,8 @@ def structure(model: PreTrainedModel) -> list[Suspect]:
 def inside_blocks(model: PreTrainedModel, blocks: Sequence[str]) -> list[Suspect]:
     """The suspects of weights inside of the ``blocks`` at these paths."""
     groups = norms_inside(model, blocks)
-    return [*biases(model, blocks), *swaps(model, blocks), *norms(groups), *norm_swaps(model, blocks)]
+    weights = [*biases(model, blocks), *swaps(model, blocks), *experts(model, blocks)]
+    return [*weights, *norms(groups), *norm_swaps(model, blocks)]
 
 
 def in_one_block(model: PreTrainedModel, path: str, names: Collection[str] | None = None) -> list[Suspect]:
@@ -107,11 +110,6 @@ def linear_children(module: nn.Module) -> list[tuple[str, Any]]:
     return sorted(found, key=lambda each: each[0] == "o_proj")
 
 
-def new(value: Tensor) -> nn.Parameter:
-    """``value`` as the parameter of a module."""
-    return nn.Parameter(value, requires_grad=False)
-
-
 def biases(model: PreTrainedModel, blocks: Sequence[str]) -> Iterator[Suspect]:
     """Suspects of biases that an engine leaves out: of a branch's first layers, of its last one, of all, of norms."""
     groups: dict[str, list[Any]] = {}
@@ -135,8 +133,8 @@ def swaps(model: PreTrainedModel, blocks: Sequence[str]) -> Iterator[Suspect]:
                 yield Suspect(f"{one} and {other} in each other's place", LOADED, assigning(values))
         if len(names) == 2:
             for words, order in orders(model, *holders[0].values()):
-                values = [value for each in holders for value in arranged(each[names[0]], order)]
-                yield Suspect(f"{words} {names[0]}", LOADED, assigning(values))
+                layers = [each[names[0]] for each in holders]
+                yield Suspect(f"{words} {names[0]}", LOADED, partial(rearranged, layers, order))
 
 
 def exchanged(one: Any, other: Any) -> Values:
@@ -176,6 +174,13 @@ def arranged(module: Any, order: Tensor, inputs: bool = False) -> Values:
     if module.bias is not None and not inputs:
         found.append((module, "bias", new(module.bias[order.to(module.bias.device)])))
     return found
+
+
+@contextmanager
+def rearranged(layers: Sequence[Any], order: Tensor, model: nn.Module) -> Iterator[None]:
+    """A context in which the outputs of linear ``layers`` are in another ``order``: copies are made in it alone."""
+    with assigned([value for layer in layers for value in arranged(layer, order)]):
+        yield
 
 
 def norms_inside(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, list[Any]]:

@@ -136,6 +136,11 @@ def scores(model: PreTrainedModel, windows: Sequence[Window], suspect: Suspect) 
     return found
 
 
+def new(value: Tensor) -> nn.Parameter:
+    """``value`` as the parameter of a module."""
+    return nn.Parameter(value, requires_grad=False)
+
+
 Setting = tuple[Any, str]  # an object, and the name of one of its attributes
 
 

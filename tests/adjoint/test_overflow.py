@@ -203,6 +203,22 @@ def test_a_streamed_model_has_the_same_place(name, tmp_path):
     assert named.overflow.tolist() == [words if each else "" for each in overflowing]
 
 
+OTHERS = ["fp8-dynamic", "fp8-block", "mxfp8", "nvfp4-w4a4", "kv-fp8", "kv-int8", "w8a8-int8"]
+
+
+@pytest.mark.parametrize("depth", [2, 40])
+@pytest.mark.parametrize("recipe", OTHERS)
+def test_recipes_that_store_other_numbers_beside_fp16_name_the_same_place(recipe, depth):
+    """torch has no isfinite for fp8, and a cache rounds beside the kernels."""
+    model, words, kind, overflowing = case("residual addition", depth)
+    low = lower(model, f"{recipe}@fp16")
+    place = first_overflow(low, lambda m: final_hidden(m, TOKENS[2:]))
+    assert (place.words, place.kind) == (words, kind)
+    if depth == 2:
+        named = Adjoint(low, model)(TOKENS).windows
+        assert named.overflow.tolist() == [words if each else "" for each in overflowing]
+
+
 def test_what_stays_in_range_has_no_place():
     for family in ("llama", "qwen2", "neox"):
         low = lower(made(family, 2), "fp16", "emulated")

@@ -203,6 +203,27 @@ def test_log_probabilities_among_the_most_probable_tokens_are_named(ground):
     assert verdict.cause.suspect.name == "log-probabilities among the 20 most probable tokens (top-k)", verdict.line
 
 
+def without_a_rank(model):
+    """The third of four ranks, 26 tokens each, gives no logits."""
+    model.lm_head.weight[52:78] = 0
+
+
+def swapped_ranks(model):
+    model.lm_head.weight.data = torch.cat([model.lm_head.weight[51:], model.lm_head.weight[:51]])
+
+
+RANKS = {
+    "logits of 0 in part 3 of 4 of the vocabulary": without_a_rank,
+    "logits of both halves of the vocabulary in each other's place": swapped_ranks,
+}
+
+
+@pytest.mark.parametrize("cause", RANKS)
+def test_ranks_of_a_split_head_are_named(ground, cause):
+    _, verdict = ground.judged(Variation(cause, native(RANKS[cause])))
+    assert verdict.kind == "more" and verdict.cause.suspect.name == cause and not verdict.partial, verdict.line
+
+
 @pytest.mark.parametrize(
     ("to", "name"),
     [(lambda x: x.bfloat16().double(), "bf16"), (lambda x: (x * 10).round() / 10, "1 decimals")],

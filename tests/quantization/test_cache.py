@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny import random_gpt2
-from transformers import DynamicCache, GPT2Config
+from tiny import random_gpt2, random_model
+from transformers import DynamicCache, GPT2Config, LlamaConfig, StaticCache
 
 from fragility_numerics.formats import get_format
-from fragility_quantization.cache import RoundedCache, cached_layers, unrounded
+from fragility_quantization.cache import RoundedCache, cached_layers, rounded, unrounded
 from fragility_quantization.quantized import lower
 
 KEYS, VALUES = (torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
@@ -14,7 +14,7 @@ KEYS, VALUES = (torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(
 
 def test_keys_and_values_are_stored_rounded_but_for_those_of_kept_layers():
     stored = get_format("fp8_e4m3")
-    cache = RoundedCache(stored, GPT2Config(), kept={1})
+    cache = rounded(DynamicCache(config=GPT2Config()), stored, kept={1})
     for layer, change in enumerate((lambda x: stored.round(x).float(), lambda x: x)):
         found = cache.update(KEYS, VALUES, layer)
         assert all(torch.equal(got, change(x)) for got, x in zip(found, (KEYS, VALUES), strict=True))
@@ -26,13 +26,53 @@ def test_keys_and_values_are_stored_rounded_but_for_those_of_kept_layers():
 
 
 @torch.no_grad()
-def test_an_empty_cache_is_replaced_and_a_filled_one_refused(tiny_gpt2, tiny_tokens):
+def test_an_empty_cache_is_filled_with_rounded_numbers_and_a_filled_one_refused(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "kv-fp8@fp32")
     filled = tiny_gpt2(tiny_tokens, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="must be filled from the start, got a cache that other passes have filled"):
         low(tiny_tokens, past_key_values=filled)
-    given = low(tiny_tokens, past_key_values=DynamicCache(), use_cache=False).past_key_values
-    assert isinstance(given, RoundedCache) and given.get_seq_length() == tiny_tokens.shape[1]
+    given = DynamicCache()
+    whole = low(tiny_tokens, past_key_values=given, use_cache=False)
+    assert whole.past_key_values is given and given.get_seq_length() == tiny_tokens.shape[1]
+    keys = given.layers[0].keys
+    assert torch.equal(keys, get_format("fp8_e4m3").round(keys).float())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_callers_cache_goes_on_step_by_step(kind, attention):
+    """As in the documentation of transformers: one cache, made before the first pass, and a pass for each part."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=101,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    model = random_model(config)
+    model.set_attn_implementation(attention)
+    tokens = torch.arange(2, 14)[None]
+    low = lower(model, "kv-fp8@fp32")
+    want = low(tokens).logits[:, -1]
+    made = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=16)
+    with low.running():
+        low.model(tokens[:, :11], past_key_values=made, use_cache=True)
+        assert made.get_seq_length() == 11
+        step = low.model(tokens[:, 11:], past_key_values=made, use_cache=True).logits[:, -1]
+    assert step.numpy() == pytest.approx(want.numpy(), rel=1e-4, abs=1e-5)
+    assert not torch.allclose(step, model(tokens).logits[:, -1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_generation_with_every_kind_of_cache_is_the_same(kind, tiny_gpt2, tiny_tokens):
+    low = lower(tiny_gpt2, "kv-int8@fp32")
+    with low.running():
+        found = low.model.generate(
+            tiny_tokens[:1, :5], max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation=kind
+        )
+        text = tiny_tokens[:1, :5]
+        for _ in range(6):
+            text = torch.cat([text, low.model(text).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, text)
 
 
 def test_kept_attention_is_found_by_its_number(tiny_gpt2):
