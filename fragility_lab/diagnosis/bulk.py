@@ -35,7 +35,7 @@ def bulk(diagnosis: Diagnosis) -> dict | None:
     if by_token is None or by_token.measured is None or target == "flips":
         return None
     found = by_token.summary(column)
-    if not found.few.any():
+    if found.empty or not found.few.any():
         return None
     median, power = found["median"].mean(), 1.0 if column == "kl" else 0.5
     ratio = (found.predicted_median.mean() / median) ** power if median else None
@@ -57,7 +57,7 @@ def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
         "measures": QUANTITIES[column],
         "rows": rows,
         "more": max(0, len(summary) - MANY),
-        "few": int(summary.few.sum()),
+        "few": int(summary.few.sum()) if len(summary) else 0,
         "tail": [
             [
                 f"{row.window}, {row.position}", diagnosis.text(row.token), f"{number(row.times, '.0f')} times",

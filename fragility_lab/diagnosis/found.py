@@ -4,6 +4,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -115,7 +116,13 @@ class Diagnosis:
     @property
     def rounds(self) -> bool:
         """False if every number of these windows is one of the format already; True before that is known, too."""
-        return self.prediction is None or bool(self.prediction.contributions.c2.any())
+        known = self.prediction
+        return known is None or not known.finite or bool(known.contributions.c2.any())
+
+    @property
+    def lost_in_fp32(self) -> set[int]:
+        """The numbers of the windows for which fp32 itself gives no finite loss, as far as that was measured."""
+        return set() if self.measured is None else {*self.measured.window[~np.isfinite(self.measured.reference_loss)]}
 
     @property
     def chooses_experts(self) -> bool:

@@ -84,11 +84,11 @@ class Work:
 
     @property
     def lost_windows(self) -> list[int]:
-        """The numbers of the windows whose prediction is not finite, or whose measured probabilities are not."""
+        """The numbers of the windows whose prediction is not finite, or whose probabilities are so in fp32 alone."""
         lost = {*range(len(self.tokens))} - {*self.finite_windows}
         if (measured := self.found.measured) is not None:
             lost |= {*measured.window[~np.isfinite(measured.kl)]}
-        return sorted(map(int, lost))
+        return sorted(map(int, lost - self.found.lost_in_fp32))
 
     def kept(self, plan: Plan, execution: str = "") -> Quantized:
         """The model in low precision with a ``plan``, computing as asked for unless another ``execution`` is given."""

@@ -52,20 +52,22 @@ def level_of(kl: float) -> str:
 def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
     """How much rounding matters: a level of MEANING, "overflows" or "unmeasured", and the numbers that say so.
 
-    ``lost`` counts the windows without finite numbers, ``finite`` the others among the rows of ``measured``.
+    ``lost`` counts the windows without finite numbers, but for those ``in_fp32``, which have none there either.
+    ``finite`` counts the others among the rows of ``measured``.
     """
     windows = pd.DataFrame() if diagnosis.prediction is None else diagnosis.prediction.windows
     lost = {*windows.window[~windows.overflow.isin(["", "the gradient"])]} if len(windows) else set()
     if diagnosis.measured is not None:
         finite = np.isfinite(diagnosis.measured[["mismatch", "kl", "loss", "reference_loss"]]).all(axis=1)
-        lost |= {*diagnosis.measured.window[~finite]}
+        lost = (lost | {*diagnosis.measured.window[~finite]}) - diagnosis.lost_in_fp32
     rows = diagnosis.measured if measured is None or measured.empty else measured  # none: the plan overflows in all
-    left = pd.DataFrame() if rows is None else rows[~rows.window.isin(lost)]
+    left = pd.DataFrame() if rows is None else rows[~rows.window.isin(lost | diagnosis.lost_in_fp32)]
     found = dict(left[["changed", "kl", "loss", "reference_loss"]].mean()) if len(left) else {}
     level = level_of(found["kl"]) if found else "unmeasured"
     guess = np.log(diagnosis.vocabulary or np.nan)  # the loss of a model for which all tokens are alike
     guessing = found.get("reference_loss", 0) > UNTRAINED * guess
-    known = {"lost": len(lost), "finite": len(left), "meaning": level, "guess": guess, "guessing": guessing, **found}
+    known = {"lost": len(lost), "finite": len(left), "in_fp32": len(diagnosis.lost_in_fp32), "meaning": level}
+    known |= {"guess": guess, "guessing": guessing, **found}
     return known | {"level": "overflows" if lost else level}
 
 
@@ -111,8 +113,9 @@ def pictures(diagnosis: Diagnosis) -> dict[str, str]:
         found["sites"] = uri(figures_diagnosis.shares(by_site, "rounded in"))
     if diagnosis.drift is not None:
         named = {"none": diagnosis.drift, "recommended": diagnosis.protected_drift}
-        curves = pd.concat([table.assign(plan=name) for name, table in named.items() if table is not None])
-        found["drift"] = uri(figures_diagnosis.drift(curves[curves.error.notna()]))
+        tables = [table.assign(plan=name) for name, table in named.items() if table is not None]
+        curves = pd.concat(tables, ignore_index=True)
+        found["drift"] = uri(figures_diagnosis.drift(curves[np.isfinite(curves.error)]))
         points = agreement(by_window(diagnosis))
         points = points[(points[["predicted", "measured"]] > 0).all(axis=1)]  # both axes are logarithmic
         if len(points):
@@ -142,11 +145,13 @@ def of_summary(diagnosis: Diagnosis, known: dict) -> dict:
     measures = measured is not None and len(measured) > 0
     best = found.get("measured", found.get("predicted"))
     windows = None if diagnosis.prediction is None else diagnosis.prediction.windows.query("overflow != ''")
+    windows = None if windows is None else windows[~windows.window.isin(diagnosis.lost_in_fp32)]
     both = measures and "predicted" in found
     by_block = None if diagnosis.contributions is None else block_shares(diagnosis.contributions)
     still = 0
     if diagnosis.protected is not None:
-        still = int((~np.isfinite(diagnosis.protected[["mismatch", "kl"]]).all(axis=1)).sum())
+        lost = ~np.isfinite(diagnosis.protected[["mismatch", "kl"]]).all(axis=1)
+        still = int((lost & ~diagnosis.protected.window.isin(diagnosis.lost_in_fp32)).sum())
     return {
         "headline": headline(diagnosis, measured),
         "blocks": None if by_block is None else uri(figures_diagnosis.shares(by_block.head(4 * MANY), "block")),

@@ -70,7 +70,7 @@ class ErrorsByToken:
         return self.predicted if self.measured is None else self.measured
 
     def summary(self, quantity: str) -> pd.DataFrame:
-        """One row per window: bulk and tail of ``quantity``, a column of ``squares``.
+        """One row per window with finite errors: bulk and tail of ``quantity``, a column of ``squares``.
 
         ``tokens`` is the number of tokens; ``mean``, ``median`` and ``ninetieth`` (90 % quantile) are over them.
         ``in_tail`` counts the tokens above TAIL times the ``usual`` one, and ``share`` is their share of the sum.
@@ -81,6 +81,8 @@ class ErrorsByToken:
         rows = []
         for (window, own), (_, drawn) in zip(self.known.groupby("window"), self.predicted.groupby("window")):
             values, expected = own[quantity].dropna().to_numpy(), drawn[quantity].dropna()
+            if not len(values):  # the pass gave no finite numbers
+                continue
             order = np.sort(values)[::-1]
             half = int(np.searchsorted(order.cumsum(), order.sum() / 2)) + 1
             above = values[values > TAIL * usual(values)]

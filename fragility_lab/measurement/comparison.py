@@ -187,7 +187,7 @@ def by_token(low: Tensor, exact: Tensor, tokens: Tensor) -> ByToken:
     found = []
     for a, b, token in zip(*(x.flatten(0, 1).split(size) for x in (low, exact, following[..., None]))):
         p, q = b.double().log_softmax(-1), a.double().log_softmax(-1)
-        kl = (p.exp() * (p - q)).sum(-1)
+        kl = torch.where(p.exp() > 0, p.exp() * (p - q), 0.0).sum(-1)  # 0 times infinity, where a token is left out
         found.append((kl, a.argmax(-1) != b.argmax(-1), *(x.gather(-1, token)[..., 0] for x in (q, p))))
     kl, changed, *logprobs = (torch.cat(parts).view(tokens.shape) for parts in zip(*found))
     return ByToken(kl, changed, *(x[:, :-1] for x in logprobs))

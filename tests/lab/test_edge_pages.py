@@ -7,20 +7,26 @@ import pandas as pd
 import pytest
 import torch
 from tiny import TINY, random_gpt2, random_model, random_tokens
-from transformers import PhimoeConfig
+from transformers import LlamaConfig, PhiConfig, PhimoeConfig
 
 from fragility_adjoint.mixed_precision.errors import Errors
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page, plans
+from fragility_lab.diagnosis.loading import require_causal
 from fragility_lab.diagnosis.means import mean_of
 from fragility_lab.diagnosis.needs import Forecast
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.tokens import ErrorsByToken, usual
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.inputs.local import local_rows
+from fragility_lab.measurement.comparison import by_token
 
 ASKED = Request("embedded", "embedded", "bf16", "1 block", windows=3, length=16)
 TOKENS = random_tokens(3, 16)
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": TINY.vocab_size,
+    "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def paged(model, **changes):
@@ -69,6 +75,86 @@ def test_an_overflow_in_the_head_alone_is_mended(target):
     assert found.remedy.plan.label == "lm_head" and [*found.remedy.places] == [0, 1, 2]
     assert "fp16 overflows in 3 of 3 windows" in html or "fp16 gives no finite probabilities in 3 of 3 windows" in html
     assert "come back with <b>lm_head</b> in fp32" in html
+
+
+@pytest.mark.parametrize("target", ["hidden", "kl"])
+def test_where_every_window_overflows_something_is_rounded(target):
+    model = random_model(LlamaConfig(num_hidden_layers=3, **SIZES))
+    model.model.layers[0].mlp.down_proj.weight.mul_(1e6)
+    found, html = paged(model, format="fp16", target=target)
+    found.require_complete()
+    assert "3 of 3 windows overflow" in html and "Nothing is rounded here" not in html
+    assert not found.prediction.finite and found.rounds
+
+
+@pytest.mark.parametrize("format", ["fp16", "fp8-dynamic@fp16", "kv-fp8@fp16", "kv-int8@fp16"])
+def test_where_some_windows_overflow_the_page_is_whole(format):
+    """Errors of overflowing blocks are infinite in the table of drifts, not missing."""
+    model = random_model(LlamaConfig(num_hidden_layers=3, **SIZES))
+    model.model.layers[0].mlp.down_proj.weight.mul_(3e4)
+    tokens = TOKENS.clone()
+    with torch.no_grad():
+        sizes = torch.stack([largest_mlp(model, w[None]) for w in tokens])
+    model.model.layers[0].mlp.down_proj.weight.mul_(65504 / sizes.sort().values[1:].mean())  # the largest one overflows
+    found, html = paged(model, format=format, budget="2 modules")
+    found.require_complete()
+    assert 0 < found.measured.kl.isna().sum() < 3 and 'id="where"' in html and found.remedy.plan is not None
+
+
+def largest_mlp(model, window):
+    """The largest entry that the first MLP gives for a window."""
+    seen = []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *call: seen.append(call[-1].abs().max()))
+    model(window)
+    hook.remove()
+    return seen[0]
+
+
+def test_a_model_without_finite_numbers_in_fp32_is_refused():
+    model = random_model(LlamaConfig(num_hidden_layers=2, **SIZES))
+    require_causal(model, "this model")
+    model.model.norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match="needs a model that gives finite logits in fp32, got none from 'this model'"):
+        require_causal(model, "this model")
+
+
+def test_a_window_that_fp32_does_not_compute_is_told_and_has_no_remedy():
+    """The token 5, in one window, has a row of zeros, which a norm without epsilon divides by its root mean square."""
+    model = random_model(LlamaConfig(num_hidden_layers=2, rms_norm_eps=0.0, **SIZES))
+    model.model.embed_tokens.weight[5] = 0.0
+    tokens = TOKENS.where(TOKENS != 5, 6)
+    tokens[1, 3] = 5
+    found = diagnosis.diagnose(ASKED, Inputs(model, tokens.flatten(), ""), tokens, Forecast(1.0, 1, None))
+    html = " ".join(page.page(found).split())
+    found.require_complete()
+    assert found.lost_in_fp32 == {1} and found.remedy is None
+    assert "fp32 itself gives no finite numbers in 1 of 3 windows" in html
+    assert "windows overflow" not in html and "no finite numbers in 1 of 3 windows; in the others" not in html
+    assert "division by zero" not in html.partition('id="range"')[0]
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_a_token_that_is_left_out_has_no_part_in_the_divergence(format):
+    """As of a padded vocabulary: the lowest number of fp32 is minus infinity in both formats."""
+    model = random_model(PhiConfig(num_hidden_layers=2, **SIZES))
+    model.lm_head.bias[-4:] = torch.finfo(torch.float32).min
+    found, html = paged(model, format=format, target="kl")
+    found.require_complete()
+    assert found.measured.kl.notna().all() and (found.measured.kl > 0).all() and 'class="banner' in html
+    exact, low = (torch.randn(1, 4, TINY.vocab_size) for _ in range(2))
+    want = (exact.log_softmax(-1).exp() * (exact.log_softmax(-1) - low.log_softmax(-1))).sum(-1)
+    padded = [torch.cat([x, torch.full((1, 4, 2), -torch.inf)], -1) for x in (low, exact)]
+    assert by_token(*padded, TOKENS[:1, :4]).kl.numpy() == pytest.approx(want.numpy(), rel=1e-5)
+
+
+def test_a_plan_that_keeps_nothing_is_told_as_that():
+    """All branches give zeros, and embedding and head are numbers of the format."""
+    model = random_gpt2(TINY)
+    for block in model.transformer.h:
+        for layer in (block.attn.c_proj, block.mlp.c_proj):
+            layer.weight.data.zero_(), layer.bias.data.zero_()
+    _, html = paged(model)
+    assert "the plan keeps nothing in fp32" in html and "keep <b>nothing</b>" not in html
 
 
 def test_the_code_of_a_plan_with_static_scales_runs():
