@@ -60,7 +60,12 @@ KINDS = {
 
 
 def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
-    """The operands by path of every layer of ``model`` that may have any; none for those that the plan keeps."""
+    """The operands by path of every layer of ``model`` that may have any; none for those that the plan keeps.
+
+    Raises ValueError for a module to keep that ``model`` does not have.
+    """
+    if unknown := sorted({*plan.modules} - {path for path, _ in model.named_modules()}):
+        raise ValueError(f"modules to keep must be in the model, got {named(unknown)}")
     recipe = with_known_layers(model, plan.recipe)
     found = {path: recipe.operands(path) for path in map(owner, stored_weights(model, recipe))}
     return found | {path: Operands() for path in found if any(within(path, module) for module in plan.modules)}
@@ -83,7 +88,7 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
     parts["the KV cache"] = plan.recipe.cache is not None and not stores_cache(plan, library)
     parts[f"{kernels} beside kernels that compute in {computing}"] = kernels != computing
     parts[f"fp32 beside {kernels} for {named(plan.modules)}: unquantized, they run in one dtype with the rest"] = (
-        plan.modules
+        plan.modules and computing != "fp32"
     )
     return [f"{library} cannot express {part}" for part, asked in parts.items() if asked]
 

@@ -137,14 +137,14 @@ def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict[str
         raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(
-            f"observed attention takes masks that are True where a key may be seen, got one of {mask.dtype}: "
-            'use attn_implementation="eager", which cannot be observed'
+            f"observed attention takes masks that are True where a key may be seen, got one of {mask.dtype}: this "
+            "model runs in low precision, but cannot be observed"
         )
     for option in ("softcap", "s_aux", "position_bias", "head_mask"):
         if options.get(option) is not None:
             raise ValueError(
-                f"observed attention is a softmax of scaled products, got a model that passes {option}: "
-                'use attn_implementation="eager", which cannot be observed'
+                f"observed attention is a softmax of scaled products, got a model that passes {option}: it runs in low "
+                "precision, but cannot be observed"
             )
 
 

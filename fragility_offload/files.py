@@ -118,6 +118,7 @@ def open_offloaded(
 
     Its parameters are read from its ``checkpoint`` when they are needed. ``device`` may give several devices by the
     paths of modules, as a ``device_map`` of transformers does; what a part receives is moved to the part's device.
+    Tied parameters that the files hold with other values each are untied, as transformers does it.
     Raises OSError for a checkpoint that lacks parameters, and ValueError for a parameter without a device.
     """
     places = device if isinstance(device, Mapping) else {"": device}
@@ -127,21 +128,27 @@ def open_offloaded(
     # Tied parameters have several paths, of which the first counts.
     first = {id(x): path for path, x in reversed(state.items())}
     stored_at = {id(x): path for path, x in reversed(state.items()) if path in checkpoint.made}
+    untied = {
+        path for path, x in state.items()
+        if path in checkpoint.made and path != (other := stored_at[id(x)])
+        and not torch.equal(*(checkpoint.read(each, x.shape, torch.device("cpu")) for each in (path, other)))
+    }  # fmt: skip
     if missing := [path for path, x in state.items() if path == first[id(x)] and id(x) not in stored_at]:
         raise OSError(
             f"a checkpoint must hold all weights of its model, but the files lack "
             f"{', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}: load the whole model"
         )
-    new: dict[int, Tensor] = {}
+    new: dict[int | str, Tensor] = {}
     for path, x in state.items():
         place = device_of(places, path)
-        read = partial(checkpoint.read, stored_at[id(x)], x.shape, place)
+        read = partial(checkpoint.read, path if path in untied else stored_at[id(x)], x.shape, place)
         owner, _, name = path.rpartition(".")
         if not isinstance(x, nn.Parameter):
             model.get_submodule(owner).register_buffer(name, read().to(x.dtype))
             continue
-        if id(x) not in new:
-            new[id(x)] = offloaded_parameter(x.shape, torch.float32, place, read)
-        setattr(model.get_submodule(owner), name, new[id(x)])
+        key = path if path in untied else id(x)
+        if key not in new:
+            new[key] = offloaded_parameter(x.shape, torch.float32, place, read)
+        setattr(model.get_submodule(owner), name, new[key])
     load_when_running(model)
     return model.eval()

@@ -40,9 +40,10 @@ class RoundedCache(Cache):
 
 def rounded(cache: Cache, stored: NumberFormat, kept: Collection[int] = ()) -> RoundedCache:
     """``cache`` itself, which is empty, as a ``RoundedCache`` of its kind: dynamic, static or another."""
-    cache.__class__ = type(f"Rounded{type(cache).__name__}", (RoundedCache, type(cache)), {})
-    cache.stored, cache.kept = stored, kept
-    return cache
+    made: Any = cache
+    made.__class__ = type(f"Rounded{type(cache).__name__}", (RoundedCache, type(cache)), {})
+    made.stored, made.kept = stored, kept
+    return made
 
 
 def unrounded(cache: Cache) -> Cache:

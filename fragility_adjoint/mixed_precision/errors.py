@@ -146,12 +146,12 @@ def predict(
 ) -> Errors:  # fmt: skip
     """Predict the error of the fp32 ``model`` by ``recipe`` over ``tokens``, in the unit of ``target``, and its causes.
 
-    ``tokens`` are windows (B, T) in any form of ``padding.as_windows``; ``target`` is one of ``targets.TARGETS``.
-    Gradients are those that ``Adjoint`` takes for "auto", from ``probes`` vectors of random signs drawn by ``seed``.
-    Raises ValueError for padding beside static scales, and the errors of ``as_windows``, ``lower`` and ``Adjoint``.
+    ``tokens`` are windows (B, T) in any form of ``padding.as_windows``. Each runs by itself: a scale of a whole input,
+    as of "torch-int8", is that of one window, not of a batch. ``target`` is one of ``targets.TARGETS``. Gradients are
+    those that ``Adjoint`` takes for "auto", from ``probes`` vectors of random signs drawn by ``seed``. Raises
+    ValueError for padding beside static scales, and the errors of ``as_windows``, ``lower`` and ``Adjoint``.
     """
-    windows, mask = as_windows(tokens, model)
-    chosen = get_recipe(recipe)
+    (windows, mask), chosen = as_windows(tokens, model), get_recipe(recipe)
     if needs_calibration(chosen) and mask is not None:
         raise ValueError(f"static scales are measured over windows without padding, got a mask beside {chosen.name}")
     low = lower(model, calibrated(model, chosen, windows))

@@ -131,7 +131,8 @@ def context_length(config: PreTrainedConfig) -> float:
     text = config.get_text_config()
     if (getattr(text, "rope_parameters", None) or {}).get("rope_type") == "dynamic":  # which stretches as it must
         return math.inf
-    sizes = [size for name in ("max_position_embeddings", "max_seq_len") if (size := getattr(text, name, None))]
+    known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    sizes = [size for size in known if size and size > 0]  # XLNet has -1
     return min(sizes, default=math.inf) - (text.pad_token_id + 1 if text.model_type in AFTER_PADDING else 0)
 
 

@@ -43,7 +43,7 @@ class Patching:
         if AttentionMaskInterface().get(implementation) is not sdpa_mask:
             raise ValueError(
                 "the fp32 blocks are called with the masks of the low-precision pass, those of sdpa attention, got a "
-                f'model with {implementation} attention: call model.set_attn_implementation("sdpa")'
+                f'model with {implementation} attention: call model.set_attn_implementation("sdpa") if it has that'
             )
         self.model, self.low = model, low
         exact = [block.module for block in blocks(model)]

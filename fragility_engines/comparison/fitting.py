@@ -24,7 +24,7 @@ def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     left out, and those after one that explains SURE of what rounding does not. The one that explains most is tested
     over all tokens of ``gap``.
     """
-    first, found = part.only([part.largest]), []
+    first, found = part.only(part.loudest), []
     rest = 1 - float((part.tokens.rounding**2).sum() / (part.tokens.change**2).sum())
     rest = beyond(gap.ratio[0]) if gap.two else rest  # two engines have the same rounded weights
     in_line = {
@@ -50,7 +50,8 @@ def heated(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     """
     number = temperature()
     value = nearest(part, number, [unexplained(part, suspect, directed) for suspect in number.usual], directed)
-    tried = [number.at(value), *drawn(max(round(value / NICE), 1) * NICE)]
+    below = max(int(value / NICE), 1)
+    tried = [number.at(value), *drawn(below * NICE), *drawn((below + 1) * NICE)]
     tried = [suspect for suspect in tried if np.isfinite(directed(part, suspect)).mean() > KNOWN]
     best = min(tried, key=lambda suspect: unexplained(part, suspect, directed))
     (found,) = slopes(gap, [best], directed)

@@ -29,13 +29,29 @@ def left(ratio: float, share: float) -> float:
     return ratio * max(1 - share, 0.0) ** 0.5
 
 
-def ratio_of(observed: pd.Series, predicted: pd.Series) -> tuple[float, float, float]:
-    """The ratio of root mean squares, given squares by sequence, and its 95 % interval: see ``Gap.ratio``."""
-    ratios = (observed / predicted).clip(lower=NOTHING).to_numpy()
-    logs = np.log(ratios[ratios > NOTHING] if (ratios > NOTHING).any() else ratios) / 2
+def ratio_of(sequences: pd.DataFrame, observed: str, predicted: str) -> tuple[float, float, float]:
+    """The ratio of root mean squares, given two columns of mean squares, and its 95 % interval: see ``Gap.ratio``."""
+    moved = sequences[sequences[observed] > NOTHING * sequences[predicted]]
+    counted = moved if len(moved) else sequences
+    sums = counted[[observed, predicted]].mul(counted.tokens, axis=0).groupby(pooled(counted.tokens)).sum()
+    logs = np.log((sums[observed] / sums[predicted]).clip(lower=NOTHING).to_numpy()) / 2
     mean, count = logs.mean(), len(logs)
     half = stats.t.ppf(0.975, count - 1) * logs.std(ddof=1) / count**0.5 if count > 1 else np.nan
     return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
+
+
+def pooled(tokens: pd.Series) -> np.ndarray:
+    """The number of the unit of each sequence, of so many ``tokens``: those of fewer than ENOUGH are put together.
+
+    The logarithm of a mean of few squares is too small on average: of one normal error by log 3.6.
+    """
+    units, unit, size = [], 0, 0
+    for count in tokens:
+        units.append(unit)
+        size += count
+        if size >= ENOUGH:
+            unit, size = unit + 1, 0
+    return np.minimum(units, max(unit - bool(size), 0))  # what is left at the end goes with the unit before
 
 
 @dataclass(frozen=True)
@@ -81,11 +97,11 @@ class Gap:
     @cached_property
     def emulated_ratio(self) -> tuple[float, float, float]:
         """RMS of the emulated pass over the predicted one, as ``ratio`` has it."""
-        return ratio_of(self.finite.emulated, self.finite.predicted)
+        return ratio_of(self.finite, "emulated", "predicted")
 
     def beside(self, column: str) -> tuple[float, float, float]:
         """Observed RMS over that of a ``column`` of ``sequences``, as ``ratio`` has it."""
-        return ratio_of(self.finite.observed, self.finite[column])
+        return ratio_of(self.finite, "observed", column)
 
     @cached_property
     def fails(self) -> bool:
@@ -108,18 +124,22 @@ class Gap:
         return replace(self.only(numbers), sequences=self.sequences[self.sequences.sequence.isin(numbers)])
 
     @property
-    def largest(self) -> int:
-        """The number of the sequence whose tokens have the largest sum of squared changes."""
-        return int((self.tokens.change**2).groupby(self.tokens.sequence).sum().idxmax())
+    def loudest(self) -> list[int]:
+        """The sequence whose tokens have the largest sum of squared changes; several, if it has fewer than ENOUGH."""
+        by = (self.tokens.change**2).groupby(self.tokens.sequence).agg(["sum", "size"])
+        by = by.sort_values("sum", ascending=False, kind="stable")
+        return [int(number) for number in by.index[: int((by["size"].cumsum() < ENOUGH).sum()) + 1]]
 
     @property
     def ratio(self) -> tuple[float, float, float]:
-        """Observed over predicted RMS, geometric mean over sequences, and its 95 % interval (NaN for one sequence).
+        """Observed over predicted RMS, geometric mean over sequences, and its 95 % interval (NaN for one unit).
+
+        Sequences of few tokens are ``pooled``.
 
         The interval is Student's for the logarithm of the ratio: errors have heavy tails, and one sequence may have
         most of the square. Sequences that are ``unchanged`` do not count beside others: they are no draw of rounding.
         """
-        return ratio_of(self.known.observed, self.known.predicted)
+        return ratio_of(self.known, "observed", "predicted")
 
     @property
     def unchanged(self) -> int:

@@ -224,7 +224,12 @@ def paired(sequences: Sequence[Scored], reference: Sequence[Scored] | None) -> l
                 f"both logs must have the same tokens in the same order, got others in sequence {number}: write both "
                 "from one list of texts"
             )
-    return [Pair(number, *both) for number, both in enumerate(zip(sequences, reference, strict=False))]
+    if len(reference) > len(sequences):
+        raise ValueError(
+            f"both logs must have the same sequences, got {len(sequences)} and, of AGAINST, {len(reference)}: write "
+            "both from one list of texts"
+        )
+    return [Pair(number, *both) for number, both in enumerate(zip(sequences, reference, strict=True))]
 
 
 def require_fitting(config: PreTrainedConfig, sequences: Sequence[Scored]) -> None:

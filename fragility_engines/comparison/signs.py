@@ -1,5 +1,6 @@
 """Signs of what makes a gap: what its excess looks like, in numbers and in words."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ def patterns(gap: Gap) -> dict[str, Any]:
     ``start`` and ``end`` are the RMS over the first START and the last END scored tokens of the sequences; ``mean`` is
     the mean change; ``gain`` the same in nats; ``few`` the share of tokens that make half of the square; ``largest``
     the share of the square that one sequence makes, relative to an equal share; ``begins`` the position from which on
-    the change is more than rounding, where it is none before; 0 where it is not so. ``read`` and ``scored`` are the ids
+    the change is more than rounding, where it is none before; 0 where it is not so. ``ends`` is the one from which on
+    it is rounding, where it is more before. ``read`` and ``scored`` are the ids
     of a token that ``begins_with`` and ``stands_at`` find, or None. ``rows`` is what ``rows_of_others`` finds.
     """
     tokens, unit = gap.tokens, gap.predicted
@@ -35,6 +37,7 @@ def patterns(gap: Gap) -> dict[str, Any]:
         "start": size(by.head(START)), "end": size(by.tail(END)), "mean": float(tokens.change.mean() / unit),
         "gain": float(tokens.change.mean()), "few": half / len(squares),
         "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0, "begins": begins(gap),
+        "ends": ends(gap),
         "read": begins_with(gap), "scored": stands_at(gap), "rows": rows_of_others(gap),
     }  # fmt: skip
 
@@ -58,10 +61,20 @@ def begins(gap: Gap) -> int:
     return int(loud[-1]) + 1 if most else 0
 
 
+def ends(gap: Gap) -> int:
+    """The first position from which on the change of ``gap`` is rounding, if it is much more before it; or 0."""
+    last = int(gap.tokens.position.max())
+    found = begins(replace(gap, tokens=gap.tokens.assign(position=last - gap.tokens.position)))
+    return last - found + 1 if found else 0
+
+
 def described(found: dict[str, Any]) -> list[str]:
     """What ``patterns`` point to, in words; empty where they point to nothing."""
     texts = []
-    if found["start"] > 2 * found["end"]:
+    if found["ends"]:
+        text = f"The change is rounding from position {found['ends']} of the sequences on, and more before it"
+        texts.append(f"{text}: there ends a prompt, a chunk of it, or what another process computed.")
+    elif found["start"] > 2 * found["end"]:
         texts.append("The change is largest at the start of sequences: BOS, padding, or the template.")
     if found["end"] > 1.5 * found["start"] and found["end"] > MORE:
         texts.append("The change grows with the position: RoPE, a window of attention, or the cache.")

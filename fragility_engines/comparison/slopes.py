@@ -231,6 +231,10 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
     (size, error), *apart = (slope_of(change, own, chunks) for change in changes)
     # An emulated pass like the engine leaves next to nothing: such a difference is not so sure as it looks.
     error = max(error, sum(each for _, each in apart) / 4)
+    if "router" in gap.sites:  # a token at a tie goes to other experts, by rounding and by a suspect alike
+        heavy = chunks == pd.Series(own**2).groupby(chunks).sum().idxmax()
+        rest, doubt = slope_of(changes[0][~heavy], own[~heavy], chunks[~heavy]) if own[~heavy].any() else (0.0, 0.0)
+        error = max(error, doubt, (size - rest) ** 2 / 4)
     explained = float((table.change**2).sum() - ((table.change - size * along) ** 2).sum())
     whole = ((table.change**2).mean() / ((along**2).mean() + gap.predicted**2)) ** 0.5
     units = len(np.unique(chunks))
@@ -276,12 +280,14 @@ def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Sl
 def screened(gap: Gap) -> Gap:
     """SCREENED tokens of each of the two sequences whose observed square is largest beside the predicted one.
 
-    A window of attention or the scaling of RoPE may leave the first tokens as they are. So the tokens are the first
-    that follow each other and have ALIKE of the largest excess in their sequence.
+    There are further sequences until they have two CHUNKs of tokens. A window of attention or the scaling of RoPE
+    may leave the first tokens as they are. So the tokens are the first that follow each other and have ALIKE of the
+    largest excess in their sequence.
     """
     excess = (gap.known.observed / gap.known.predicted).sort_values(ascending=False)
-    chosen = gap.known.sequence[excess.index[:2]]
-    rows = gap.only([int(number) for number in chosen]).tokens.groupby("sequence")
+    chosen = gap.known.loc[excess.index]
+    count = max(2, int((chosen.tokens.cumsum() < 2 * CHUNK).sum()) + 1)
+    rows = gap.only([int(number) for number in chosen.sequence[:count]]).tokens.groupby("sequence")
     return replace(gap, tokens=pd.concat([largest(own, gap.predicted) for _, own in rows]))
 
 
@@ -296,9 +302,10 @@ def largest(rows: pd.DataFrame, predicted: float) -> pd.DataFrame:
 def likely(gap: Gap, part: Gap, tried: Sequence[Suspect], directed: Directed) -> list[Slope]:
     """The slopes over ``part`` of the LIKELY suspects that explain most of the sequence with the larger gap in it.
 
-    Those that more tokens of ``gap`` could not decide are left out.
+    Of shorter sequences than CHUNK tokens there are several. Suspects that more tokens of ``gap`` could not decide are
+    left out.
     """
-    first = part.only([part.largest])
+    first = part.only(part.loudest)
     times = len(gap.tokens) / len(first.tokens)
     some = [each.suspect for each in slopes(first, tried, directed) if each.undecided(times)]
     return slopes(part, some[:LIKELY], directed)

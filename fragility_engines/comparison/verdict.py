@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fragility_engines.comparison.fitting import fitted, heated
-from fragility_engines.comparison.gap import LESS, MORE, SURE, Gap, beyond, left
+from fragility_engines.comparison.gap import ENOUGH, LESS, MORE, SURE, Gap, beyond, left
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.scoring import scored
-from fragility_engines.comparison.signs import GAIN, LOUD, begins
+from fragility_engines.comparison.signs import GAIN, LOUD, begins, ends
 from fragility_engines.comparison.slopes import Directions, Slope, likely, ranked, screened, slope, slopes, tested
 from fragility_engines.suspects.catalogue import TEMPERED
 from fragility_engines.suspects.recipes import recipes
@@ -25,6 +25,7 @@ ALIKE = 1.05  # times what the cause leaves of a gap: another that leaves less i
 WHOLE = 0.955  # share for a way to read logits: a temperature has 0.95 of what a softcap does
 STAYS = 3.0  # times the predicted change: a cause that leaves more of a gap is not all of it, whatever its share
 HUGE, AGREES = 20.0, 2.0  # times the predicted change: no rounding, where the emulated pass has less than the second
+PLACED = 64  # tokens: over fewer the best of many places explains much by chance
 CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place; less is only like the gap
 
 KINDS = {
@@ -135,14 +136,17 @@ def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
     named = [each for each in named if not (each.suspect.slope and gains)]
     own = [each for each in found if each.where]
     cause = max([each for each in named if not each.where] or own, key=lambda each: each.share, default=None)
-    alone = low > MORE or (value > HUGE and not gap.fails and gap.emulated_ratio[0] < AGREES)
+    emulated = gap.emulated_ratio[0]
+    alone = low > MORE or (value > HUGE and not gap.fails and emulated < AGREES)
+    if "router" in gap.sites and not gap.fails and emulated > MORE:  # changed experts, which no prediction knows of
+        alone = alone and gap.beside("emulated")[1] > MORE
     if alone or cause is not None or gap.far:
         far = () if alone else gap.far[:SHOWN]
         return Verdict("more", ratio, cause, far=far, alike=as_good(cause, named))
     if high < LESS:
         return Verdict("less", ratio)
     if np.isnan(low):
-        return Verdict("few", ratio, needed=max(4, len(gap.known) + 1))
+        return Verdict("few", ratio, needed=max(4, len(gap.known) + 1, int(4 * ENOUGH / gap.known.tokens.mean())))
     if (value <= MORE and high < MORE**2) and (value >= LESS and low > LESS**2):
         return Verdict("rounding", ratio)
     limit = MORE if value > MORE or high >= MORE**2 else LESS
@@ -194,7 +198,7 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         further += scored(gap, directed)
     if judge(gap).kind == "more" and unexplained(gap, [*found, *further], CLEAR):
         further += tested(gap, part, directed.runs, directed)
-        if unexplained(gap, [*found, *further], SURE):
+        if len(part.tokens) >= PLACED and unexplained(gap, [*found, *further], SURE):
             further += likely(part, part, directed.places, directed)
             further += tested(gap, part, directed.around(further), directed)
     if judge(gap, [*found, *further]).cause is None:
@@ -208,21 +212,24 @@ def hot(found: Slope) -> bool:
 
 
 def first_tokens(gap: Gap, directed: Directions) -> list[Slope]:
-    """The slope along another checkpoint where the engine had it up to a position: it got its weights while it ran.
+    """The slope along another checkpoint where the engine had it up to a position, or from one on.
 
-    Empty if it is not so. Later tokens have keys and values of both.
+    Empty if it is not so. The engine got its weights while it ran: the other tokens have keys and values of both.
     """
     if directed.other is None:
         return []
     suspect = next(directed.other.suspects())
     along = directed(gap, suspect)
-    end = begins(replace(gap, tokens=gap.tokens.assign(change=gap.tokens.change - along)))
-    early = (gap.tokens.position < end).to_numpy()
-    squares = (gap.tokens[["change", "rounding"]][early] ** 2).sum()
-    if not early.any() or squares.change < LOUD**2 * squares.rounding:
-        return []
-    found = slope(replace(gap, tokens=gap.tokens[early]), suspect, along[early])
-    return [replace(found, where=f"before position {end}")] if found.as_tested else []
+    rest = replace(gap, tokens=gap.tokens.assign(change=gap.tokens.change - along))
+    end, start, position = begins(rest), ends(rest), gap.tokens.position.to_numpy()
+    for words, some in ((f"before position {end}", position < end), (f"from position {start} on", position >= start)):
+        squares = (gap.tokens[["change", "rounding"]][some] ** 2).sum()
+        if some.all() or not some.any() or squares.change < LOUD**2 * squares.rounding:
+            continue
+        found = slope(replace(gap, tokens=gap.tokens[some]), suspect, along[some])
+        if found.as_tested:
+            return [replace(found, where=words)]
+    return []
 
 
 def some_sequences(gap: Gap, directed: Directions) -> list[Slope]:

@@ -17,6 +17,7 @@ LEAST = -1e3  # what is below stands for a token that was masked or not scored: 
 LARGEST_TOKEN = 2**32  # no vocabulary has as many
 COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")  # how gzip, zip, zstd, bzip2, xz begin
 WIDE = (b"\xff\xfe", b"\xfe\xff")  # how UTF-16 and UTF-32 begin
+FAR = -10.0  # nats, to which running sums fall
 MANY = 8  # tokens, of which no model gives all the same log-probability
 WHOLE = 1.01  # probabilities that add up to more are those of no distribution, however rounded
 Tops = tuple[dict[int, float] | None, ...]  # log-probabilities of the most probable tokens, by position
@@ -101,12 +102,9 @@ def most_probable(entry: Any) -> dict[int, float] | None:
         return None
     if not isinstance(entry, Mapping) or not all(type(value) in (int, float) for value in entry.values()):
         raise ValueError(f"an entry of top_logprobs must map tokens to log-probabilities, got {shortened(entry)}")
-    try:
-        return {int(token): float(value) for token, value in entry.items() if value != -math.inf}
-    except ValueError:
-        raise ValueError(
-            f"top_logprobs must have the numbers of tokens, got {shortened([*entry])}: not their texts"
-        ) from None
+    if not all(str(token).isdecimal() and int(token) < LARGEST_TOKEN for token in entry):
+        raise ValueError(f"top_logprobs must have the numbers of tokens, got {shortened([*entry])}: not their texts")
+    return {int(token): float(value) for token, value in entry.items() if value != -math.inf}
 
 
 def plain(line: Mapping[str, Any]) -> Iterator[Scored]:
@@ -270,9 +268,13 @@ def require_varied(sequences: Sequence[Scored], path: str | Path) -> None:
 
 
 def require_single(sequences: Sequence[Scored], path: str | Path) -> None:
-    """Raises ValueError if the log-probabilities of all ``sequences`` of ``path``, of some length, never rise."""
+    """Raises ValueError if the log-probabilities of all ``sequences`` of ``path``, of some length, never rise.
+
+    They must fall far: those of one token again and again may fall a little each time.
+    """
     known = [each.logprobs[np.isfinite(each.logprobs)] for each in sequences]
-    if all((np.diff(values) <= 0).all() for values in known) and sum(map(len, known)) >= MANY * max(2, len(known)):
+    falling = all((np.diff(values) <= 0).all() for values in known)
+    if falling and sum(map(len, known)) >= MANY * max(2, len(known)) and min(map(np.min, known)) < FAR:
         raise ValueError(
             f"{path}: log-probabilities must be those of single tokens, got {known[0][0]:.4g} and none above the one "
             "before it in any sequence: these are running sums, so write their differences"

@@ -59,6 +59,22 @@ def test_what_cannot_be_expressed_is_said_by_name(library):
     assert bool(clean.missing) == (library == "transformers") and clean.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("plan", [Plan("openvino-int8-w", modules=("lm_head",)), Plan("w4a16-g128", weights_only=True)])
+def test_nothing_is_missing_beside_fp32_kernels(plan):
+    plan = replace(plan, modules=("lm_head",))
+    for library in ("compressed-tensors", "torchao"):
+        made = EXPORTS[library](plan, llama())
+        assert made.dtype == "float32" and "fp32 beside" not in " ".join(made.missing), library
+
+
+@pytest.mark.parametrize("library", [*EXPORTS, "llama-quantize"])
+def test_modules_to_keep_must_be_in_the_model(library):
+    plan = Plan("ggml-q4_0" if library == "llama-quantize" else "w4a16-g128", modules=("model.layers.9", "foo"))
+    write = llama_quantize if library == "llama-quantize" else EXPORTS[library]
+    with pytest.raises(ValueError, match="modules to keep must be in the model, got foo, model.layers.9"):
+        write(plan, llama())
+
+
 def test_text_is_what_each_library_reads():
     """JSON, but for ModelOpt, which refuses texts as the keys of blocks: they stay numbers."""
     for library in EXPORTS.keys() - {"modelopt"}:

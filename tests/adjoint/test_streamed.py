@@ -23,6 +23,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MixtralConfig,
     Qwen2MoeConfig,
@@ -34,6 +35,7 @@ from fragility_adjoint.predictor import Adjoint
 from fragility_core.surrogates.monitor import Monitor
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import needs, streaming
+from fragility_lab.diagnosis.given import load_rounded
 from fragility_lab.diagnosis.sections import command
 from fragility_lab.inputs.checkpoints import load_model
 from fragility_lab.inputs.offloaded import load_offloaded, on_meta
@@ -210,6 +212,31 @@ def test_one_part_is_in_memory_at_a_time_and_none_afterwards(both, tiny_tokens, 
     observe_each(low.model, tiny_tokens[:2], low)
     assert max(map(len, seen)) == 1 and len(seen) == len(set(owners.values()))
     assert all(p.isnan().all() for m in (model, low.model) for p in m.parameters())
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another", "the same"])
+def test_a_tied_model_with_a_head_of_its_own_in_the_file(other, tmp_path, tiny_tokens):
+    """As training of the head alone leaves it: transformers unties the two where their values differ."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **BASE)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = (
+        weights["model.embed_tokens.weight"] * 1.5 if other else weights["model.embed_tokens.weight"].clone()
+    )
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    whole, streamed = load_model(str(tmp_path), "cpu", AutoModelForCausalLM), load_offloaded(str(tmp_path), "cpu")
+    for model in (whole, streamed):
+        assert (model.lm_head.weight is not model.model.embed_tokens.weight) == other
+    with loaded(streamed.lm_head):
+        assert torch.equal(streamed.lm_head.weight, weights["lm_head.weight"])
+    found = [Adjoint(lower(model, "bf16"), model, target="kl")(tiny_tokens[:2]) for model in (whole, streamed)]
+    assert_same(found[1].windows, found[0].windows)
+    if other:
+        original = tmp_path / "original"
+        LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **BASE)).save_pretrained(original)
+        tied = load_model(str(original), "cpu", AutoModelForCausalLM)
+        tied.load_state_dict({name: x for name, x in weights.items() if name != "lm_head.weight"}, strict=False)
+        assert torch.equal(load_rounded(str(tmp_path), tied).lm_head.weight, weights["lm_head.weight"])
 
 
 def test_windows_share_what_is_read(both, tiny_tokens, monkeypatch):

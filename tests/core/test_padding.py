@@ -17,6 +17,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     OPTConfig,
+    XLNetConfig,
 )
 
 from fragility_adjoint.mixed_precision.bits import predictions
@@ -243,6 +244,7 @@ def test_the_context_is_the_longest_window_that_a_model_takes(name):
 
 def test_relative_positions_have_no_longest_window():
     assert context_length(OLDER["bloom"]) == math.inf
+    assert context_length(XLNetConfig()) == math.inf  # -1 stands for it there
     sizes = {"max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", "factor": 4, "rope_theta": 1e4}}
     stretched = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=101, **sizes)
     assert context_length(stretched) == math.inf

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from fragility_adjoint.predictor import Adjoint
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.eager import as_eager
-from fragility_engines.comparison.gap import Gap
+from fragility_engines.comparison.gap import Gap, pooled
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.measuring import AtPositions, measure
 from fragility_engines.comparison.signs import described, patterns
@@ -121,6 +121,11 @@ def test_a_wrong_matrix_is_found_by_its_branch(model):
     found, further = explained(gap, Directions(model, log, suspects(model, Facts.of(log, 0))))
     assert judge(gap, found).cause is None
     assert further[0].suspect.name == "something in model.layers.1.mlp" and further[0].as_tested
+    few = [replace(each, logprobs=np.where(np.arange(48) < 40, np.nan, each.logprobs)) for each in log]
+    gap = measure(model, few, "bf16")
+    assert len(gap.tokens) == 48 and judge(gap).kind == "more"
+    found, further = explained(gap, Directions(model, few, suspects(model, Facts.of(few, 0))))
+    assert not any(each.suspect.place for each in further)  # of 48 tokens the best of many places tells nothing
 
 
 def test_suspects_that_read_the_same_logits_need_no_pass_of_their_own(model, native):
@@ -172,6 +177,8 @@ def test_two_runs_of_a_recipe_differ_by_their_kernels_alone(model, native):
 def test_logs_of_other_tokens_and_of_other_models_are_refused(model, native):
     with pytest.raises(ValueError, match="the same tokens in the same order, got others in sequence 0"):
         measure(model, native, "bf16", reference=native[1:])
+    with pytest.raises(ValueError, match="must have the same sequences, got 2 and, of AGAINST, 6"):
+        measure(model, native[:2], "bf16", reference=native)
     strange = Scored(np.array([5, 300]), np.array([np.nan, -1.0]))
     with pytest.raises(ValueError, match="below the model's vocabulary of 101, got 300 in sequence 0"):
         measure(model, [strange])
@@ -223,6 +230,57 @@ def test_the_interval_is_that_of_logarithms():
     logs = np.log(observed / predicted) / 2
     half = 3.182446 * logs.std(ddof=1) / 2
     assert (value, low, high) == pytest.approx(tuple(np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 31])
+def test_answers_of_few_tokens_are_rounding(tokens):
+    """The mean square of one normal error is 1, and the exponential of its mean logarithm 0.28."""
+    errors = np.random.default_rng(1).normal(size=(480, tokens))
+    gap = made((errors**2).mean(1), [1.0] * len(errors), tokens)
+    value, low, high = gap.ratio
+    assert 0.85 < value < 1.15 and low < 1.1 and high > 0.9 and judge(gap).kind == "rounding"
+    assert not gap.fails and judge(made((errors[:20] ** 2).mean(1), [1.0] * 20, 1)).kind == "few"
+
+
+def test_short_sequences_are_put_together_and_long_ones_are_not():
+    assert pooled(pd.Series([40, 32, 100])).tolist() == [0, 1, 2]
+    assert pooled(pd.Series([16, 16, 31, 1, 5])).tolist() == [0, 0, 1, 1, 1]
+    assert pooled(pd.Series([3, 4])).tolist() == [0, 0]
+
+
+def test_parts_of_short_sequences_have_as_many_tokens():
+    gap = made(np.linspace(1, 2, 80), [1.0] * 80, tokens=2)
+    assert len(screened(gap).tokens) == 64 and screened(gap).tokens.sequence.min() == 48
+    assert gap.loudest == [*range(79, 63, -1)]
+    assert len(screened(made([1.0, 2.0, 3.0], [1.0] * 3, tokens=48)).tokens) == 96
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_one_token_at_a_tie_of_a_router_makes_no_slope_certain(routed):
+    """Rounding and a suspect send it to the same other experts."""
+    gap = made([1e-4] * 4, [1e-4] * 4)
+    rng = np.random.default_rng(2)
+    along = rng.normal(0, 1e-4, len(gap.tokens))
+    tokens = gap.tokens.copy()
+    tokens.loc[17, "change"] = along[17] = 0.8
+    gap = replace(gap, tokens=tokens, sites=pd.Series({"router": 0.5, "mlp": 0.5} if routed else {"mlp": 1.0}))
+    found = slope(gap, Suspect("epsilon", "rms_norm_eps"), along)
+    assert found.size == pytest.approx(1, abs=0.01) and found.certain != routed
+    everywhere = rng.normal(0, 1e-2, len(tokens))
+    along = np.where(np.arange(len(tokens)) == 17, 0.8, everywhere)
+    changed = tokens.assign(change=along + tokens.change.where(tokens.index != 17, 0.0))
+    assert slope(replace(gap, tokens=changed), Suspect("epsilon", "rms_norm_eps"), along).certain
+
+
+def test_an_emulated_pass_that_may_be_as_far_is_in_doubt_for_the_engine():
+    """A mixture of experts, four windows: rounding moves tokens to other experts in each, by luck more or less."""
+    observed, emulated = [4.2, 21.5, 32.0, 6.1], [3.5, 21.4, 18.0, 1.3]
+    routed = pd.Series({"router": 0.1, "mlp": 0.9})
+    gap = replace(made(observed, [1.0] * 4, emulated=emulated), sites=routed)
+    assert gap.ratio[1] > 1.25 and not gap.fails and judge(gap).kind == "few"
+    assert judge(replace(made(observed, [1.0] * 4), sites=routed)).kind == "more"
+    far = made([100.0 * each for each in observed], [1.0] * 4, emulated=emulated)
+    assert judge(replace(far, sites=routed)).kind == "more"
 
 
 @pytest.mark.parametrize(
@@ -357,6 +415,10 @@ def test_patterns_tell_kinds_of_excess_apart():
     assert flat["start"] == pytest.approx(1) and flat["end"] == pytest.approx(1)
     assert others[0]["start"] == pytest.approx(10) and others[1]["end"] == pytest.approx(10)
     assert others[2]["few"] < 0.01 < flat["few"]
+    assert (flat["ends"], others[0]["ends"], others[1]["ends"]) == (0, 17, 0)
+    assert (flat["begins"], others[0]["begins"], others[1]["begins"]) == (0, 0, 37)
+    (told,) = (text for text in described(others[0]) if "The change is" in text)
+    assert told.startswith("The change is rounding from position 17 of the sequences on, and more before it")
 
 
 def gap_of(observed, predicted=1.0, emulated=1.0, two=False, tokens=64):

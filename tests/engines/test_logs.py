@@ -237,6 +237,8 @@ def test_entries_of_the_texts_own_tokens_are_not_the_most_probable_ones(tmp_path
         ([None, {"7": -0.1, "5": -0.2}, None, None], "must add up to at most 1, got 1.724 in top_logprobs at token 1"),
         ([None, {"7": 0.5}, None, None], "must be at most 0"),
         ([None, {" the": -0.5}, None, None], "must have the numbers of tokens, got [' the']"),
+        ([None, {"-5": -1.0}, None, None], "must have the numbers of tokens, got ['-5']"),
+        ([None, {"1_0": -1.0}, None, None], "must have the numbers of tokens, got ['1_0']"),
         ([None, [1, 2], None, None], "must map tokens to log-probabilities"),
         ([None, {"7": "-1"}, None, None], "must map tokens to log-probabilities"),
         ([None, {"7": -1}], "got 2 entries for 4 tokens"),
@@ -272,6 +274,8 @@ def test_running_sums_are_refused(tmp_path):
     assert len(read(written(tmp_path, sums))) == 1  # so few may fall by chance
     mixed = {"tokens": sums["tokens"], "logprobs": [None, *values[:-1], -10.0]}
     assert len(read(written(tmp_path, sums, mixed))) == 2
+    again = {"tokens": [17] * 64, "logprobs": [None, *(-2.0 - 0.01 * at for at in range(63))]}
+    assert len(read(written(tmp_path, again, again))) == 2  # one token again and again, a little less likely each time
 
 
 def test_an_answer_of_the_chat_of_vllm_has_its_prompt_beside_the_choices():

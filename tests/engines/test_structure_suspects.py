@@ -253,6 +253,8 @@ def test_other_numbers_lie_on_no_grid():
     values = -np.random.default_rng(0).exponential(3, 400)
     assert coarsest(values) == coarsest(values.astype(np.float32).astype(float)) == ("", 0.0)
     assert coarsest(values[:8].round(1)) == ("", 0.0)
+    assert coarsest(np.linspace(-9e-4, -1e-5, 40)) == ("", 0.0)  # of sure tokens: all near 0, a number of any grid
+    assert coarsest(np.concatenate([values.round(1), np.full(8, -1e-9)])) == ("", 0.0)
     assert coarsest(values.astype(np.float16).astype(float))[0] == "fp16"
     assert coarsest(values.astype(np.float32).round(3).astype(float))[0] == "3 decimals"
 

@@ -6,7 +6,7 @@ from tiny import random_gpt2, random_model
 from transformers import DynamicCache, GPT2Config, LlamaConfig, StaticCache
 
 from fragility_numerics.formats import get_format
-from fragility_quantization.cache import RoundedCache, cached_layers, rounded, unrounded
+from fragility_quantization.cache import cached_layers, rounded, unrounded
 from fragility_quantization.quantized import lower
 
 KEYS, VALUES = (torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
