@@ -10,7 +10,7 @@ from fragility_engines.comparison.fitting import fitted, heated
 from fragility_engines.comparison.gap import ENOUGH, LESS, MORE, SURE, Gap, beyond, left
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.scoring import scored
-from fragility_engines.comparison.signs import GAIN, LOUD, begins, ends
+from fragility_engines.comparison.signs import GAIN, LOUD, begins
 from fragility_engines.comparison.slopes import Directions, Slope, likely, ranked, screened, slope, slopes, tested
 from fragility_engines.suspects.catalogue import TEMPERED
 from fragility_engines.suspects.recipes import recipes
@@ -221,7 +221,7 @@ def first_tokens(gap: Gap, directed: Directions) -> list[Slope]:
     suspect = next(directed.other.suspects())
     along = directed(gap, suspect)
     rest = replace(gap, tokens=gap.tokens.assign(change=gap.tokens.change - along))
-    end, start, position = begins(rest), ends(rest), gap.tokens.position.to_numpy()
+    end, start, position = begins(rest), begins(gap), gap.tokens.position.to_numpy()
     for words, some in ((f"before position {end}", position < end), (f"from position {start} on", position >= start)):
         squares = (gap.tokens[["change", "rounding"]][some] ** 2).sum()
         if some.all() or not some.any() or squares.change < LOUD**2 * squares.rounding:

@@ -91,18 +91,20 @@ def test_a_stage_of_a_pipeline_is_named():
         assert verdict.cause is not None and verdict.cause.suspect.name == name, verdict.line
 
 
-def test_weights_that_came_while_the_engine_ran_are_named_with_the_position():
-    """As of a policy that is updated in flight: keys and values of the first tokens are those of the old weights."""
+@pytest.mark.parametrize(("new_first", "where"), [(False, "before position 25"), (True, "from position 25 on")])
+def test_weights_that_came_while_the_engine_ran_are_named_with_the_position(new_first, where):
+    """As of a policy that is updated, or set back, in flight: the first keys and values are those of other weights."""
     model = model_of("qwen2", 2)
     ground, other = ground_of(model, 0.05)
 
     def run(model, windows):
         new, old, found = copy.deepcopy(model).bfloat16(), copy.deepcopy(other).bfloat16(), []
+        first, second = (new, old) if new_first else (old, new)
         for window in windows:
             cache = DynamicCache(config=model.config)
             parts = [
                 low(part[None], past_key_values=cache).logits[0]
-                for low, part in ((old, window[:24]), (new, window[24:]))
+                for low, part in ((first, window[:24]), (second, window[24:]))
             ]
             z = torch.cat(parts).float().log_softmax(-1)[:-1]
             found.append(z.gather(-1, window[1:, None])[:, 0])
@@ -110,9 +112,7 @@ def test_weights_that_came_while_the_engine_ran_are_named_with_the_position():
 
     with torch.no_grad():
         _, verdict = ground.judged(Variation(NAME, run))
-    assert f"The checkpoint {NAME} explains" in verdict.line and "of it before position 25:" in verdict.line, (
-        verdict.line
-    )
+    assert f"The checkpoint {NAME} explains" in verdict.line and f"of it {where}:" in verdict.line, verdict.line
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
