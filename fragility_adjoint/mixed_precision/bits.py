@@ -68,7 +68,7 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
 def chosen_groups(model: nn.Module, tokens: Tensor, recipe: Recipe) -> list[tuple[str, ...]]:
     """Paths in groups of layers to which a choice beside ``recipe`` gives one scheme.
 
-    They are ``fused_layers`` of ``tokens``; in GGUF each tensor, and tied ends are one.
+    These are ``fused_layers``; beside a recipe of GGUF they are single tensors, and tied ends are one.
     """
     return tensor_groups(model, recipe) if recipe.gguf else fused_layers(model, tokens)
 

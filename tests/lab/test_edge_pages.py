@@ -114,7 +114,7 @@ def test_a_model_without_finite_numbers_in_fp32_is_refused():
     model = random_model(LlamaConfig(num_hidden_layers=2, **SIZES))
     require_causal(model, "this model")
     model.model.norm.weight[0] = torch.nan
-    with pytest.raises(ValueError, match="needs a model that gives finite logits in fp32, got none from 'this model'"):
+    with pytest.raises(ValueError, match="gives finite logits in fp32, got NaN or infinity from 'this model'"):
         require_causal(model, "this model")
 
 
