@@ -113,7 +113,7 @@ def require_causal(model: Any, name: str) -> None:
         ) from error
     known = a[a.isfinite()]
     if not len(known) or not (a.isfinite() | (a == -torch.inf)).all():  # -inf leaves a token out
-        raise ValueError(f"a diagnosis needs a model that gives finite logits in fp32, got NaN or infinity from {name!r}")
+        raise ValueError(f"a model must give finite logits in fp32, but those of {name!r} are NaN or infinite")
     if not torch.allclose(a, b, rtol=1e-2, atol=1e-4 * float(known.abs().max())):
         raise ValueError(
             f"a diagnosis needs a model that predicts each token from those before it, got {name!r}, an encoder whose "

@@ -114,7 +114,9 @@ def test_a_model_without_finite_numbers_in_fp32_is_refused():
     model = random_model(LlamaConfig(num_hidden_layers=2, **SIZES))
     require_causal(model, "this model")
     model.model.norm.weight[0] = torch.nan
-    with pytest.raises(ValueError, match="gives finite logits in fp32, got NaN or infinity from 'this model'"):
+    with pytest.raises(
+        ValueError, match="a model must give finite logits in fp32, but those of 'this model' are NaN or infinite"
+    ):
         require_causal(model, "this model")
 
 
