@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fragility_adjoint.mixed_precision import apply
+from fragility_core.models.padding import context_length
 from fragility_lab import paths
 from fragility_lab.explorer.continued import Version, continued
 from fragility_lab.explorer.sentence import DATA, Sentence
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         model, spell = load_model(source, "cpu", AutoModelForCausalLM), load_tokenizer(source)
         prompts = [given.prompt] if given.prompt else PROMPTS
         tokens = [spell(prompt, return_tensors="pt").input_ids for prompt in prompts]
+        longest, context = max(x.shape[1] for x in tokens) + COUNT, context_length(model.config)
+        if longest > context:
+            raise ValueError(f"prompt and {COUNT} tokens must fit the model's context, {context} tokens, got {longest}")
     except (ValueError, OSError) as refused:
         sys.exit(f"make sentence: {refused}")
     texts = [

@@ -92,7 +92,7 @@ class Format:
     @cached_property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which kernels compute."""
-        return torch.bfloat16 if self.bits <= 8 else DTYPES[self.name]
+        return torch.bfloat16 if self.bits <= 8 else DTYPES.get(self.name, torch.float32)
 
     @cached_property
     def is_storage_only(self) -> bool:
@@ -113,7 +113,9 @@ class Format:
         if self.saturates:
             x = x.clamp(-self.largest if self.lowest is None else self.lowest, self.largest)
         if self.storage is None:
-            return round_to_spacing(x.float(), self).to(self.compute_dtype)
+            x = round_to_spacing(x.float(), self)
+            x = x if self.saturates else torch.where(x.abs() > self.largest, x * torch.inf, x)
+            return x.to(self.compute_dtype)
         return x.to(self.storage).to(self.compute_dtype)
 
     def ulp(self, x: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ class Choices:
         # norms beside an fp32 stream have rounded weights
         stored = structure.storage(parameters, [unit.modules for unit in units])
         problem = self._known.knapsack(units, sizes, errors, *stored)
-        within_parts = [(len(kept) + i, number[g, self._fp32]) for i, g in self._inside]
+        within_parts = [(len(kept) + i, number[g, self.names.index("fp32")]) for i, g in self._inside]
         return replace(
             problem, weights=self.rest.mean(0), covers=problem.covers[:, self._places],
             alternatives=[[i for i, (group, _) in enumerate(self._decisions) if group == g] for g in every],

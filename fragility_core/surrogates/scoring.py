@@ -161,11 +161,11 @@ def score(
     shape = (len(windows), len(layers) // len(windows))  # (windows, blocks)
 
     def grid(column: pd.Series) -> torch.Tensor:
-        return torch.tensor(column.to_numpy()).view(shape)
+        return torch.tensor(column.to_numpy(copy=True)).view(shape)
 
     # An infinite ||X_L|| would make every risk 0; other statistics enter some estimators as divisors.
     finite = grid(pd.Series(np.isfinite(layers.select_dtypes("number")).all(axis=1))).all(1)
-    final_norm = torch.tensor(windows.final_norm.where(finite.numpy() & np.isfinite(windows.final_norm)).to_numpy())
+    final_norm = torch.tensor(windows.final_norm.where(finite.numpy() & np.isfinite(windows.final_norm)).to_list())
     final_norm = final_norm[:, None]
     downstream = theory.downstream_transport(grid(terms.transport))
     parts = {name: grid(terms[f"{name}_term"]) for name in ("attention", "layernorm", "remainder")}

@@ -10,7 +10,7 @@ from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.surrogates.scoring import Estimator, Scores
-from fragility_numerics.lowering import LowPrecision
+from fragility_numerics.lowering import LowPrecision, how_stored, require_no_autocast
 
 
 def set_epsilons(model_blocks: Sequence[Block], epsilons: Sequence[float]) -> None:
@@ -28,6 +28,7 @@ class Shadow:
         self.model, self.low, self.estimator = model, low, estimator
         self.monitor = Monitor(low, power_iteration=estimator.transport == "power_iteration")
         self.blocks = [blocks(model), self.monitor.blocks]
+        self.storing = [*how_stored(model, low.format, low.weights_only).values()]
 
     def set_epsilons(self, epsilons: Sequence[float]) -> None:
         """Set LayerNorm's epsilon of every block, in the model and in the copy."""
@@ -39,8 +40,10 @@ class Shadow:
         """Scores of the copy's pass over ``tokens`` (B, T), with the weights that the model has now.
 
         The window rows have the copy's ``loss``, and its ``mismatch`` with the model, which must be in eval mode.
+        Raises ValueError under autocast.
         """
-        for ours, masters in zip(self.low.model.parameters(), self.model.parameters()):
-            ours.copy_(self.low.format.round(masters))
+        require_no_autocast()
+        for ours, masters, storing in zip(self.low.model.parameters(), self.model.parameters(), self.storing):
+            ours.copy_(storing(masters))
         self.monitor.follow()
         return self.monitor(tokens, final_hidden(self.model, tokens), loss=True).scores(self.estimator)

@@ -3,6 +3,7 @@
 import codecs
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,7 +95,11 @@ def _columns(rows: list) -> Columns:
 
 
 def _csv(file: Path) -> Columns:
-    frame = pd.read_csv(file, encoding="utf-8", keep_default_na=False, na_values=[""])  # NA and null are words
+    with warnings.catch_warnings(action="error", category=pd.errors.ParserWarning):  # a first row that is too long
+        try:  # NA and null are words
+            frame = pd.read_csv(file, encoding="utf-8", keep_default_na=False, na_values=[""], index_col=False)
+        except pd.errors.ParserWarning as error:
+            raise ValueError("rows must have as many columns as the header: put words with commas in quotes") from error
     return {name: frame[name].astype(object).where(frame[name].notna(), None).tolist() for name in frame}
 
 

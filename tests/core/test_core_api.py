@@ -11,7 +11,7 @@ from transformers import BatchEncoding, GPT2Config, T5Config, T5ForConditionalGe
 
 import fragility_core
 from fragility_adjoint.mixed_precision import Plan, apply
-from fragility_core import Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
+from fragility_core import FORMATS, Controller, Estimator, Monitor, final_hidden, lower, mismatch, observe, patch, score
 from fragility_core.bgss import action_table
 from fragility_core.models.padding import as_windows
 from fragility_core.surrogates.patching import Patching
@@ -173,6 +173,32 @@ def trained(model, tokens, policy: str, steps: int, **parameters) -> Controller:
         scores = controller.step(tokens)
         assert model.training and scores.windows.mismatch.between(1e-5, 0.1).all()
     return controller
+
+
+@pytest.mark.parametrize("execution", ["auto", "weights"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_controller_observes_what_observe_does(tiny_gpt2, tiny_tokens, name, execution):
+    """In TF32 weights are stored in fp32: only the operands of products are rounded."""
+    window = tiny_tokens[:1]
+    alone = observe(tiny_gpt2, window, name, execution=execution).windows
+    found = Controller(copy.deepcopy(tiny_gpt2), "none", name, execution=execution).step(window).windows
+    assert found.mismatch.item() == alone.mismatch.item()
+    assert found.combined.item() == pytest.approx(alone.combined.item(), rel=1e-6)  # the loss adds a pass
+
+
+def test_a_controller_refuses_autocast_and_goes_on_after_it(tiny_gpt2, tiny_tokens):
+    controller = Controller(copy.deepcopy(tiny_gpt2), "none", "bf16")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="got torch.autocast: leave it"):
+        controller.step(tiny_tokens[:1])
+    assert controller.step(tiny_tokens[:1]).windows.mismatch.gt(0).all()
+
+
+def test_tables_in_any_order_of_windows_are_scored(tiny_gpt2, tiny_tokens):
+    seen = Monitor(lower(tiny_gpt2, "fp16"))(tiny_tokens, final_hidden(tiny_gpt2, tiny_tokens))
+    plain = score(seen.layers, seen.windows, 2.0**-11).windows
+    layers = seen.layers.sort_values(["window", "layer"], ascending=[False, True])
+    turned = score(layers, seen.windows.iloc[::-1], 2.0**-11).windows
+    assert turned.combined.tolist() == plain.combined.tolist()[::-1]
 
 
 def test_a_controller_raises_epsilons_in_a_loop(tiny_gpt2, tiny_tokens):

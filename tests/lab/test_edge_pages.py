@@ -202,6 +202,18 @@ def test_words_that_look_like_missing_values_stay(tmp_path):
     assert local_rows(str(file)) == ["NA", "null", "None", "nan"]
 
 
+@pytest.mark.parametrize(
+    "text", ["text\nHello, world\nplain\n", "id,text\n1,Hello, world\n2,plain\n", "text,id\nplain,1\nHello, world,2\n"]
+)
+def test_rows_with_commas_out_of_quotes_are_refused(tmp_path, text):
+    file = tmp_path / "rows.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="quotes|Expected . fields"):
+        local_rows(str(file))
+    file.write_text('id,text\n1,"Hello, world"\n2,plain\n')
+    assert local_rows(str(file)) == ["Hello, world", "plain"]
+
+
 def test_a_router_without_topk_is_told_where_the_prediction_fails():
     """PhiMoE chooses by ``max``, so that nothing counts its choices."""
     config = PhimoeConfig(
