@@ -24,6 +24,18 @@ def tensor_groups(model: nn.Module, recipe: Recipe) -> list[tuple[str, ...]]:
     return [tuple(dict.fromkeys(paths)) for paths in tensors.values()]
 
 
+def with_shared(model: nn.Module, groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """``groups`` of paths of layers; those that have a parameter of ``model`` in common are one."""
+    merged: list[tuple[set[int], tuple[str, ...]]] = []
+    for paths in groups:
+        own = {id(x) for path in paths for x in model.get_submodule(path).parameters()}
+        sharing = [each for each in merged if each[0] & own]
+        merged = [each for each in merged if each not in sharing]
+        own, paths = own.union(*(each[0] for each in sharing)), (*(p for each in sharing for p in each[1]), *paths)
+        merged.append((own, paths))
+    return [paths for _, paths in merged]
+
+
 def group_bits(
     model: nn.Module, groups: Sequence[tuple[str, ...]], recipes: Sequence[Recipe], known: Recipe
 ) -> np.ndarray:  # fmt: skip

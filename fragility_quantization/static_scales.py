@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fragility_core.models.paths import is_linear
 from fragility_quantization.operands import owner, stored_weights
-from fragility_quantization.recipes import Operands, Recipe
+from fragility_quantization.recipes import Operands, Recipe, get_recipe
 from fragility_quantization.schemes import Scheme
 
 
@@ -23,6 +23,22 @@ def is_static(operands: Operands) -> bool:
 def needs_calibration(recipe: Recipe) -> bool:
     """True if ``recipe`` has static scales that are not measured yet."""
     return any(map(is_static, (recipe.linear, *recipe.layers.values())))
+
+
+def require_named(recipe: Recipe) -> None:
+    """Raises ValueError for a ``recipe`` that is not the one of its name, by which a plan has it.
+
+    Static scales, and the layers of a mix, come from a model.
+    """
+    named = get_recipe(recipe.name)
+    if needs_calibration(named):
+        named = replace(named, linear=recipe.linear, layers=recipe.layers)
+    elif named.gguf:
+        named = replace(named, layers=recipe.layers)
+    if named != recipe:
+        raise ValueError(
+            f"a plan has its recipe by name, but {recipe.name!r} was changed: take one by name, or add it to RECIPES"
+        )
 
 
 @torch.no_grad()

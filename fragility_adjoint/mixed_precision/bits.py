@@ -22,7 +22,7 @@ from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
 from fragility_core.models.paths import within
 from fragility_exports.plan import Plan
-from fragility_quantization.gguf_tensors import group_bits, tensor_groups
+from fragility_quantization.gguf_tensors import group_bits, tensor_groups, with_shared
 from fragility_quantization.operands import linear_weights, owner
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
@@ -70,7 +70,7 @@ def chosen_groups(model: nn.Module, tokens: Tensor, recipe: Recipe) -> list[tupl
 
     These are ``fused_layers``; beside a recipe of GGUF they are single tensors, and tied ends are one.
     """
-    return tensor_groups(model, recipe) if recipe.gguf else fused_layers(model, tokens)
+    return with_shared(model, tensor_groups(model, recipe) if recipe.gguf else fused_layers(model, tokens))
 
 
 class Choice(NamedTuple):

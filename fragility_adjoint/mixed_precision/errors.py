@@ -21,7 +21,7 @@ from fragility_exports.llama_cpp import LIBRARIES
 from fragility_exports.plan import Plan, to_json
 from fragility_quantization.quantized import Quantized, lower
 from fragility_quantization.recipes import Recipe, get_recipe
-from fragility_quantization.static_scales import calibrated, needs_calibration
+from fragility_quantization.static_scales import calibrated, needs_calibration, require_named
 
 GROUPED = ("layer", "site", "module", "kind", "name")  # columns of ``sites.Sites.table``
 UNITS = {"kl": "KL (nats a token)", "logprob": "change of log-probability (nats)", "hidden": "relative error"}
@@ -122,6 +122,7 @@ class Errors:
         "5 bits" and "KL 0.01" choose one scheme for each layer, and predict the others first. Raises ValueError for
         other words, for a KL where the target is another, for budgets out of range, and where every window overflows.
         """
+        require_named(self.prediction.recipe)
         amount, unit = parse_budget(budget)
         if unit == "kl" and (target := self.prediction.target.name) != "kl":
             raise ValueError(f'a budget of KL needs errors in KL, got those in {target}: predict(..., target="kl")')
@@ -133,8 +134,7 @@ class Errors:
 
     @cached_property
     def _choices(self) -> Choices:
-        own, target = self.prediction.recipe, self.prediction.target
-        asked = schemes_beside(own.name)
+        own, target, asked = self.prediction.recipe, self.prediction.target, schemes_beside(self.prediction.recipe.name)
         others = predictions(self.model, [r for r in asked if r.name != own.name], self.tokens, target, **self.how)
         found = {own.name: self.prediction, **others} if asked[0].name == own.name else others
         return choices_beside(own, self.model, found, self.tokens)

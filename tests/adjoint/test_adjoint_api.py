@@ -1,18 +1,23 @@
 """The short way beyond the paper: errors of a recipe in one call, by layer and site, and plans in words."""
 
 import json
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
 from tiny import TINY, random_gpt2, random_tokens
+from transformers import GPT2Config
 
 import fragility_adjoint
 from fragility_adjoint import Adjoint, Choices, Contributions, fused_layers, lower, predict, predictions
 from fragility_adjoint.mixed_precision.budget import parse_budget
 from fragility_exports.libraries import compressed_tensors
 from fragility_exports.plan import from_json
+from fragility_numerics.formats import FORMATS
+from fragility_quantization.operands import Operands
+from fragility_quantization.recipes import get_recipe
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +32,28 @@ def test_errors_are_those_of_an_adjoint(known):
     want = Adjoint(lower(model, "w4a16-g32"), model, 3, target="kl", gradients="both")(tokens)
     assert errors.predicted == pytest.approx(want.windows.predicted.mean(), rel=1e-6)
     assert errors.windows.predicted.tolist() == pytest.approx(want.windows.predicted.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("budget", ["1 block", "5 bits"])
+@pytest.mark.parametrize(
+    "changed", [{"cache": FORMATS["fp8_e4m3"]}, {"layers": {"transformer.h.0.mlp.c_fc": Operands()}}]
+)
+def test_a_plan_needs_a_recipe_that_its_name_says(budget, changed):
+    """The plan, and what is exported, would have the recipe of that name."""
+    model, tokens = random_gpt2(TINY), random_tokens(2, 12)
+    errors = predict(model, tokens, replace(get_recipe("w4a16-g32"), **changed), target="kl")
+    with pytest.raises(ValueError, match="a plan has its recipe by name, but 'w4a16-g32' was changed"):
+        errors.plan(budget)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-static", "gguf-q4_k_m", "kv-fp8", "w4a16-g32+kv-int8", "w8a8-int8@fp32", torch.float16]
+)
+def test_recipes_by_name_have_plans_whatever_a_model_adds_to_them(recipe):
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=16, vocab_size=40, bos_token_id=0, eos_token_id=0)
+    model = random_gpt2(config)
+    plan = predict(model, random_tokens(2, 12, vocabulary=40), recipe).plan("1 block").plan
+    assert len(plan.modules) == 1
 
 
 def test_gradients_are_taken_at_both_ends_where_there_are_two(known):

@@ -7,7 +7,7 @@ from tiny import fresh_model
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Plan, apply
-from fragility_adjoint.mixed_precision.bits import Choices, chosen_groups, fused_layers, predictions
+from fragility_adjoint.mixed_precision.bits import Choices, choices_beside, chosen_groups, fused_layers, predictions
 from fragility_adjoint.mixed_precision.structure import stored_parameters
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import within
@@ -179,6 +179,38 @@ def test_the_smallest_choice_within_an_error_uses_what_is_free():
     small, large = asked.within_error(bound), plain.within_error(bound)
     assert asked.predict(small).mean() <= bound * (1 + 1e-6)
     assert asked.mean_bits(small) < plain.mean_bits(large)
+
+
+@pytest.mark.parametrize("name", ["w4a16-g32@fp32", "ggml-q5_0"])
+def test_parts_with_linear_layers_are_kept_beside_fp32_kernels(name):
+    model = fresh_model(CONFIGS["llama"], 0.1)
+    found = predictions(model, [name], TOKENS)
+    known = choices_beside(get_recipe(name), model, found, TOKENS, ["attention", "mlp"])
+    assert known.kernels == "fp32" and len(known.parts) == 4
+    errors = [known.predict(known.within_bits(bits)).mean() for bits in np.linspace(known.least_bits, 32, 6)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-6 < errors[0]
+
+
+def test_layers_that_share_a_matrix_have_one_scheme_and_count_it_once():
+    """As in Zamba2, whose shared blocks hold the same parameters in modules of their own."""
+    model = fresh_model(LlamaConfig(**SIZES | {"num_hidden_layers": 3}, intermediate_size=128), 0.1)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for block in (1, 2):
+            getattr(model.model.layers[block].mlp, name).weight = getattr(model.model.layers[0].mlp, name).weight
+    found = predictions(model, ["w4a16-g32", "w8a16-g32", "bf16"], TOKENS)
+    known = choices_beside(get_recipe("w4a16-g32"), model, found, TOKENS)
+    assert known.least_bits == pytest.approx(4.5)
+    for paths in known.groups:
+        assert len(paths) == (6 if "mlp.gate_proj" in paths[0] else len(paths)) and len({*paths}) == len(paths)
+    choice = known.within_bits(8.5)
+    weights = {id(x): x.numel() for x in linear_weights(model).values()}
+    of = {path: known.names[k] for group, k in zip(known.groups, choice.schemes) for path in group}
+    by_hand = {
+        id(x): x.numel() * {"w4a16-g32": 4.5, "w8a16-g32": 8.5, "bf16": 16}[of[owner(path)]]
+        for path, x in linear_weights(model).items()
+    }
+    assert known.mean_bits(choice) == pytest.approx(sum(by_hand.values()) / sum(weights.values()))
+    assert len({of[f"model.layers.{block}.mlp.down_proj"] for block in range(3)}) == 1
 
 
 def test_parts_that_a_model_does_not_have_are_refused():

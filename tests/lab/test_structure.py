@@ -14,7 +14,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1400,
     "fragility_core": 3460,
-    "fragility_quantization": 1660,
+    "fragility_quantization": 1690,
     "fragility_exports": 400,
     "fragility_offload": 520,
     "fragility_adjoint": 5000,
