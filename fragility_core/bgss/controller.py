@@ -38,6 +38,8 @@ class Controller:
         first = found[0].norm_1
         if first is None or any(None in (block.norm_1, block.norm_2) for block in found):
             raise TypeError("a controller raises the epsilon of norms before sublayers, but this model lacks some")
+        if len(epsilons := {norm.eps for block in found for norm in (block.norm_1, block.norm_2) if norm}) > 1:
+            raise ValueError(f"a policy begins with one epsilon for all norms, got {sorted(epsilons)}")
         low = lower(model, format, execution)
         low.model.eval()
         known = {field.name for field in fields(policy_class(policy))}

@@ -1,6 +1,7 @@
 """The model and the text of an experiment, loaded and checked before any work."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,16 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from fragility_core.models.padding import context_length
 from fragility_lab.inputs import checkpoints
+from fragility_lab.inputs.names import embedded_checkpoints
 from fragility_lab.inputs.offloaded import load_offloaded, require_fitting
 from fragility_lab.inputs.stored import weight_files
 from fragility_lab.inputs.text import PLAIN, Opening, load_rows, opening, select_windows, tokenize
 from fragility_numerics.formats import NumberFormat, has_native_kernels
 from fragility_numerics.lowering import as_format
+
+ASIDE = ("architectures", "dtype", "torch_dtype", "transformers_version", "id2label", "label2id")  # change no number
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,20 @@ def load(
         return Inputs(load_offloaded(model, device, auto_class), stream, "", files=size, **found)
     require_fitting(model, auto_class)  # before memory is taken for the sizes that the configuration says
     loaded = checkpoints.load_model(model, device, auto_class)
-    return Inputs(loaded, stream, digest(loaded, stream, begins), **found)
+    # An embedded checkpoint has one configuration, and runs of it are committed that have no digest of one.
+    settings = "" if model in embedded_checkpoints() else settings_of(loaded.config)
+    return Inputs(loaded, stream, digest(loaded, stream, begins, settings), **found)
 
 
-def digest(model: PreTrainedModel, stream: Tensor, opening: Opening = PLAIN) -> str:
-    """Sixteen hexadecimal digits that identify weights, token stream and opening, independent of their source."""
-    sha = hashlib.sha256(stream.numpy().tobytes())
+def settings_of(config: PreTrainedConfig) -> str:
+    """The settings of ``config`` in words, but for those of files, versions and this process."""
+    known = {name: value for name, value in config.to_dict().items() if name not in ASIDE and not name.startswith("_")}
+    return json.dumps(known, sort_keys=True, default=str)
+
+
+def digest(model: PreTrainedModel, stream: Tensor, opening: Opening = PLAIN, settings: str = "") -> str:
+    """Sixteen hexadecimal digits that identify weights, ``settings``, token stream and opening, not their source."""
+    sha = hashlib.sha256(stream.numpy().tobytes() + settings.encode())
     sha.update(torch.tensor(opening.ids, dtype=stream.dtype).numpy().tobytes())
     for name, parameter in model.named_parameters():
         sha.update(name.encode())

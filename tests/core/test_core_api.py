@@ -186,6 +186,14 @@ def test_a_controller_observes_what_observe_does(tiny_gpt2, tiny_tokens, name, e
     assert found.combined.item() == pytest.approx(alone.combined.item(), rel=1e-6)  # the loss adds a pass
 
 
+def test_a_controller_refuses_norms_with_several_epsilons(tiny_gpt2):
+    model = copy.deepcopy(tiny_gpt2)
+    model.transformer.h[1].ln_2.eps = 1e-3
+    with pytest.raises(ValueError, match="a policy begins with one epsilon for all norms, got .1e-05, 0.001."):
+        Controller(model, "none", "bf16")
+    assert model.transformer.h[1].ln_2.eps == 1e-3
+
+
 def test_a_controller_refuses_autocast_and_goes_on_after_it(tiny_gpt2, tiny_tokens):
     controller = Controller(copy.deepcopy(tiny_gpt2), "none", "bf16")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="got torch.autocast: leave it"):

@@ -9,6 +9,7 @@ from tiny import TINY, random_gpt2
 from transformers import AutoModel, AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, OPTConfig
 
 from fragility_lab.inputs.checkpoints import default_device, load_config, load_model, load_tokenizer, located
+from fragility_lab.inputs.loading import load
 from fragility_lab.inputs.names import titled
 from fragility_lab.paths import CHECKPOINTS
 
@@ -20,6 +21,23 @@ def test_a_local_model_is_loaded_in_fp32_for_evaluation(auto_class, reference_mo
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert load_config(str(reference_model_path)).n_layer == len(model.base_model.h) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "another"),
+    [({"rms_norm_eps": 1e-2}, True), ({"hidden_act": "gelu"}, True), ({"attention_dropout": 0.1}, True),
+     ({"transformers_version": "4.0.0"}, False), ({"architectures": ["LlamaModel"]}, False)],
+)  # fmt: skip
+def test_inputs_are_others_where_the_configuration_is_another(changed, another, tmp_path):
+    """Runs are kept by the digest of their inputs."""
+    folder = tmp_path / "model"
+    shutil.copytree(CHECKPOINTS / "embedded-llama", folder)
+    first = load(str(folder), "embedded", [64], 2, "cpu").digest
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    assert (load(str(folder), "embedded", [64], 2, "cpu").digest != first) == another
+    moved = shutil.copytree(folder, tmp_path / "elsewhere")
+    assert load(str(moved), "embedded", [64], 2, "cpu").digest == load(str(folder), "embedded", [64], 2, "cpu").digest
 
 
 def test_the_embedded_default_has_a_name():
