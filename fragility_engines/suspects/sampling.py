@@ -77,7 +77,7 @@ def shards() -> Iterator[Suspect]:
         for part in range(count):
             name = f"logits of 0 in part {part + 1} of {count} of the vocabulary"
             yield Suspect(name, mend, processed=partial(silent, part, count))
-    yield Suspect("logits of both halves of the vocabulary in each other's place", mend, processed=exchanged)
+    yield Suspect("logits of both halves of the vocabulary in each other's place", mend, processed=halves_exchanged)
 
 
 def silent(part: int, count: int, z: Tensor, tokens: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def silent(part: int, count: int, z: Tensor, tokens: Tensor) -> Tensor:
     return z
 
 
-def exchanged(z: Tensor, tokens: Tensor) -> Tensor:
+def halves_exchanged(z: Tensor, tokens: Tensor) -> Tensor:
     """Logits ``z`` (T, V) with the second half of the vocabulary first."""
     return z.roll(z.shape[-1] // 2, -1)
 
