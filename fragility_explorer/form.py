@@ -5,6 +5,7 @@ ready to copy. A notebook shows the form as the value of a cell.
 """
 
 import html
+import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -83,6 +84,7 @@ class Form:
         self.rest.layout.display = self.shown.layout.display = "none"  # an output without a page is an empty frame
         self.panel = self._assembled()
         self.job: Job | None = None
+        self.following = threading.Lock()  # the job and the buttons call from threads of their own
         for name, field in self.fields.items():
             field.observe(partial(self.check, name))
         self.button.on_click(lambda _: self.start())
@@ -165,15 +167,16 @@ class Form:
 
     def follow(self) -> None:
         """Bring status, buttons and page up to date with the job."""
-        job = self.job
-        if job is None:
-            return
-        self.status.value = template("form/status.html.jinja").render(job=job)
-        self.enable()
-        if not job.running and job.written is not None and not self.shown.outputs:
-            data = {"text/html": inline(job.written, "The diagnosis").data}
-            self.shown.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
-            self.shown.layout.display = None
+        with self.following:
+            job = self.job
+            if job is None:
+                return
+            self.status.value = template("form/status.html.jinja").render(job=job)
+            self.enable()
+            if not job.running and job.written is not None and not self.shown.outputs:
+                data = {"text/html": inline(job.written, "The diagnosis").data}
+                self.shown.outputs = ({"output_type": "display_data", "data": data, "metadata": {}},)
+                self.shown.layout.display = None
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:
         values = [(LABELS[name], text_of(value) or "none") for name, value in self.values.items()]

@@ -47,6 +47,12 @@ def wait_until(known, seconds: float = ENOUGH) -> None:
         time.sleep(0.05)
 
 
+def wait_for_end(form: Form) -> None:
+    """Wait until the job has ended and the form has shown all of it."""
+    form.job.thread.join(ENOUGH)
+    assert not form.job.thread.is_alive()
+
+
 def test_every_option_has_a_field_and_every_recipe_an_entry():
     assert [*Form(SMALL, "smoke").fields] == [option.name for option in fields(Request)]
     assert LABELS.keys() == {option.name for option in fields(Request)}
@@ -164,8 +170,8 @@ def test_the_button_runs_the_diagnosis_and_shows_its_page(results):
     form.button.click()
     assert form.button.disabled and not form.stopping.disabled
     form.button.click()  # which starts no second one
-    wait_until(lambda: "Done in" in form.status.value)
-    wait_until(lambda: not form.button.disabled)
+    wait_for_end(form)
+    assert "Done in" in form.status.value and not form.button.disabled
     assert not form.job.running and form.stopping.disabled
     page = OUTPUTS / f"{results}-custom" / "diagnosis.html"
     assert "fp16" in page.read_text("utf-8")
@@ -180,8 +186,7 @@ def test_the_button_runs_the_diagnosis_and_shows_its_page(results):
 def test_a_run_that_fails_says_why_and_leaves_the_form_usable(results):
     form = Form(replace(SMALL, budget="99 blocks"), results)
     form.button.click()
-    wait_until(lambda: 'role="alert"' in form.status.value)
-    wait_until(lambda: not form.button.disabled)
+    wait_for_end(form)
     assert "the budget must be between 0 and the 12 blocks of the model, got 99" in form.status.value
     assert 'role="alert"' in form.status.value and form.shown.outputs == () and form.job.written is None
     assert form.shown.layout.display == "none"
@@ -209,13 +214,15 @@ def test_stop_ends_the_process_and_the_next_run_starts(results, monkeypatch):
     wait_until(lambda: form.job.step >= 1)
     form.stopping.click()
     assert "Stopping" in form.status.value or not form.job.running
-    wait_until(lambda: not form.job.running, job.PATIENCE + 20)
+    wait_for_end(form)
+    assert not form.job.running
     assert "Stopped after" in form.status.value and form.job.process.poll() is not None
     assert not form.button.disabled and form.stopping.disabled and get_recipe(form.request.format).rounds
     form.start()
     assert form.job.running
     form.job.stop()
-    wait_until(lambda: not form.job.running, job.PATIENCE + 20)
+    wait_for_end(form)
+    assert not form.job.running
 
 
 def test_without_a_kernel_the_values_and_the_command_are_there():
