@@ -36,8 +36,7 @@ def predictions(
 
     Other arguments are those of ``Adjoint``. Recipes that round nothing are left out.
     """
-    rounding = [recipe for recipe in map(get_recipe, recipes) if recipe.rounds]
-    how = model, probes, seed, target, gradients
+    rounding, how = (r for r in map(get_recipe, recipes) if r.rounds), (model, probes, seed, target, gradients)
     return {r.name: Adjoint(lower(model, r), *how)(tokens, attention_mask=attention_mask) for r in rounding}
 
 
@@ -105,9 +104,7 @@ class Choices:
         """
         recipes = {name: prediction.recipe for name, prediction in found.items()}
         if len(kernels := {recipe.kernels.name for recipe in recipes.values()}) != 1:
-            raise ValueError(
-                f"recipes to choose from must have kernels in one format, got {', '.join(sorted(kernels))}"
-            )
+            raise ValueError(f"recipes to choose from need kernels in one format, got {', '.join(sorted(kernels))}")
         if not all(len(prediction.finite) == len(prediction.windows) for prediction in found.values()):
             raise ValueError("a choice of schemes needs finite predictions, but some window overflows: leave it out")
         self.groups, (self.kernels,) = list(groups), kernels
@@ -119,8 +116,7 @@ class Choices:
             (i, g) for i, part in enumerate(self.parts) for g, paths in enumerate(self.groups)
             if any(within(p, m) for p in paths for m in part.modules)
         ]  # fmt: skip
-        tables = [self._tables(prediction) for prediction in found.values()]
-        errors = [by_group for by_group, _ in tables]
+        errors, elsewhere = map(list, zip(*map(self._tables, found.values())))
         if self.kernels == "fp32" or self._inside:
             recipes["fp32"] = get_recipe("fp32")
             errors.append(np.zeros_like(errors[0]))
@@ -129,7 +125,7 @@ class Choices:
         self._fp32 = self.names.index("fp32") if self.kernels != "fp32" and self._inside else -1
         self.errors = np.stack(errors, -1)
         self.mean = self.errors.mean(0)
-        self.rest, self._elsewhere = self._aligned([others for _, others in tables])
+        self.rest, self._elsewhere = self._aligned(elsewhere)
         self.others = self.rest.sum(1) + self._elsewhere
         chosen = {path for group in groups for path in group}
         stored = structure.stored_parameters(model, first.recipe)
@@ -169,10 +165,7 @@ class Choices:
         return by_group.to_numpy(), table.loc[:, group < 0]
 
     def _aligned(self, tables: Sequence[pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:
-        """The mean of ``tables`` (windows, places), and (windows,) of places that the first one does not have.
-
-        Other experts may run in another recipe.
-        """
+        """The mean of ``tables`` (windows, places), and (windows,) of places that the first lacks (other experts)."""
         columns = tables[0].columns
         self._places = np.flatnonzero(identities(self._known.structure.places).isin(columns))
         strange = [table.loc[:, ~table.columns.isin(columns)].sum(axis=1) for table in tables]

@@ -55,10 +55,10 @@ class ModelPlan:
         ``missing`` of what is returned names what the library cannot express. Raises ValueError for another library,
         and for a scheme that the library lacks.
         """
-        if library not in (*LIBRARIES, "json"):
-            raise ValueError(f"a library must be one of {', '.join(LIBRARIES)}, or json, got {library!r}")
-        own = library == "json"
-        made = Export(json.loads(to_json(self.plan))) if own else LIBRARIES[library](self.plan, self.model)
+        makers: dict[str, Any] = {**LIBRARIES, "json": lambda plan, _: Export(json.loads(to_json(plan)))}
+        if library not in makers:
+            raise ValueError(f"a library must be one of {', '.join(makers)}, got {library!r}")
+        made = makers[library](self.plan, self.model)
         if path is not None:
             Path(path).write_text(made.text() + "\n", encoding="utf-8")
         return made

@@ -138,6 +138,7 @@ def protect(low: Low, model: nn.Module, plan: Plan, tokens: Tensor | None = None
     """
     require_modules(model, plan.modules)
     plan = replace(plan, modules=outermost(plan.modules))
+    require_own(model, plan.modules)
     compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
     # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
     fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
@@ -173,14 +174,23 @@ def require_modules(model: nn.Module, paths: Collection[str]) -> None:
             raise ValueError(f"a module to keep must be one of the model's with parameters, got {path!r}: see {like}")
 
 
+def require_own(model: nn.Module, paths: Collection[str]) -> None:
+    """Raises ValueError if a module with parameters is inside of those at ``paths``, and of others as well."""
+    every = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if [*m.parameters()]]
+    kept = [path for path, module in every if module in map(model.get_submodule, paths)]
+    inside = {module: path for path, module in every if any(within(path, p) for p in kept)}
+    for path, module in every:
+        if module in inside and not any(within(path, p) for p in kept):
+            raise ValueError(f"a plan keeps a shared module for all its users, got {inside[module]}: keep {path}, too")
+
+
 def check(
     low: LowPrecision, plan: Plan, tokens: Tensor, fp32_outputs: Collection[str], compute_dtype: torch.dtype
 ) -> None:
     """Raises ValueError unless exactly the parts that ``plan`` names are in fp32 in a pass over ``tokens``.
 
-    Kept modules receive fp32 and round nothing: inputs of products and a cache have no dtype of their own. They return
-    ``compute_dtype``, or fp32 if they are among ``fp32_outputs``. If the residual stream is kept, every block returns
-    fp32.
+    Kept modules receive fp32 and round nothing, inputs of products and a cache included. They return ``compute_dtype``,
+    or fp32 if they are among ``fp32_outputs``. If the residual stream is kept, every block returns fp32.
     """
 
     def require(path: str, invariant: str, holds: bool, found: object) -> None:
@@ -213,17 +223,14 @@ class Call(NamedTuple):
     output: Any
 
     def distance(self, module: nn.Module) -> float:
-        """The relative error of the call against ``module`` by itself, where nothing rounds inputs, caches or results.
-
-        It is 0 where the same kernels run.
-        """
+        """The relative error of the call against ``module`` by itself, which rounds no inputs, caches or results."""
         pairs = zip(tensors(self.output), tensors(module.forward(*self.args, **self.kwargs)), strict=True)
         known = [(x.double(), y.double()) for x, y in pairs if x.is_floating_point() and y.isfinite().all()]
         return max((float((x - y).norm() / y.norm().clamp_min(1e-300)) for x, y in known), default=0.0)
 
 
 def floating(values: Any) -> list[torch.dtype]:
-    """The dtypes of the floating tensors in ``values``."""
+    """The dtypes of floating tensors."""
     return [x.dtype for x in tensors(values) if x.is_floating_point()]
 
 

@@ -59,7 +59,9 @@ class PassRecord:
     def write(self, layer: int, **values: Tensor) -> None:
         """Keep ``values`` of block ``layer``. Values named ``*_norm`` are norms of segments, (B, segments)."""
         for name, value in values.items():
-            self.small.setdefault(name, {})[layer] = value
+            if layer in self.small.setdefault(name, {}):
+                raise ValueError(f"the score needs a model that runs each block once a pass, got block {layer} again")
+            self.small[name][layer] = value
 
     def allocate(self, layer: int, name: str, *shape: int, like: Tensor) -> Tensor:
         """Zeros of ``shape`` and of the dtype of ``like``, for a large value of block ``layer`` to be written to.

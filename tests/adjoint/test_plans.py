@@ -226,6 +226,21 @@ def test_layers_of_a_plan_are_pairs(layers):
         Plan("bf16", layers=layers)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8-dynamic"])
+def test_a_shared_module_is_kept_for_all_its_users(name):
+    """What a plan of one of two blocks would do to the other is not what was predicted."""
+    model = random_gpt2(TINY)
+    model.transformer.h[2].attn = model.transformer.h[1].attn
+    prediction = Adjoint(lower(model, name), model, gradients="low")(WINDOW)
+    known, before = Contributions(model, prediction), squares(prediction)
+    with pytest.raises(ValueError, match=r"got transformer\.h\.2\.attn.*: keep transformer\.h\.1\.attn.*, too"):
+        apply(model, known.keep(blocks=[2]))
+    for plan in (known.keep(blocks=[1, 2]), known.keep(["transformer.h.1.attn"])):
+        left, vanishing = planned(model, plan), known.vanishing(plan)
+        gone = before.index[vanishing].intersection(left.index)
+        assert vanishing.any() and (left[gone] <= 1e-12 * before.sum()).all(), (plan.label, left[gone])
+
+
 def test_no_operands_are_those_of_all_other_kernels():
     assert not Operands()
 

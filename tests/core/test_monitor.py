@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from drawn import two_power_steps
-from tiny import low_hidden, random_tokens
+from tiny import TINY, low_hidden, random_gpt2, random_tokens
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -767,3 +767,10 @@ def test_a_score_refuses_what_it_cannot_use(tiny_gpt2, tiny_tokens, rows, unit_r
     observed = Monitor(lower(tiny_gpt2, "fp16"))(tiny_tokens)
     with pytest.raises(error, match=message):
         score(observed.layers[:rows], observed.windows[:rows], unit_roundoff, estimator)
+
+
+def test_a_block_that_runs_twice_in_a_pass_is_refused():
+    model = random_gpt2(TINY)
+    model.transformer.h[2] = model.transformer.h[1]
+    with pytest.raises(ValueError, match="runs each block once a pass, got block 1 again"):
+        Monitor(lower(model, "bf16"))(random_tokens(2, 8))
