@@ -34,6 +34,9 @@ $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIA
         $(eval $(if $(filter command%,$(origin $(name))),export override) $(name) := $$(value $(name)))))
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
+# All variables here are in capitals: nobody would read windows=1.
+LOWER := $(if $(FRAGILITY_GIVEN),$(shell printf '%s\n' $(foreach name,$(FRAGILITY_GIVEN),$(call quoted,$(name))) | grep '^[a-z]'))
+$(if $(LOWER),$(error the variables of make are in capitals, got $(LOWER)))
 export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST CHECKPOINT RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER FOLDER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
@@ -56,6 +59,7 @@ endif
 # Packages keep caches and settings at home. Where that cannot be written (some containers), home is here.
 ifneq ($(shell test -d "$$HOME" && test -w "$$HOME" && echo yes),yes)
 export override HOME := $(CURDIR)/.home
+$(shell mkdir -p $(call quoted,$(HOME)) 2>/dev/null)
 endif
 
 # The activated environment where it satisfies pyproject.toml, otherwise .venv.

@@ -1,10 +1,12 @@
 """Say whether rounding explains an engine's log-probabilities. ``make compare`` calls this."""
 
 import argparse
+import os
 import sys
 
 from fragility_lab import paths
 from fragility_lab.inputs.names import EMBEDDED
+from fragility_lab.running.files import require_room, write_whole
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -25,21 +27,19 @@ def main(arguments: list[str] | None = None) -> None:
 
         for path in filter(None, (asked.log, asked.against)):
             read(path)
-        # What follows takes seconds to import.
+        require_room(paths.OUTPUTS / asked.results, "results", "free some, or mend the folder's rights", make=False)
         from fragility_engines.comparison.compare import compare
         from fragility_engines.comparison.page import page
-        from fragility_lab.running.files import write_whole
 
         found = compare(asked.log, asked.model, asked.recipe, asked.against, asked.seed, asked.checkpoint)
-        written = page(found)
         path = paths.output_folder(asked.results) / "comparison.html"
-        write_whole(path, written)
+        write_whole(path, page(found))
     except (ValueError, OSError) as refused:
         sys.exit(f"make compare: {refused}")
     except KeyboardInterrupt:
         sys.exit("make compare: interrupted before the page was written")
     # at once, as a reader such as head may close the pipe after the first line
-    print("\n".join([found.verdict.line, *found.signs, "", f"page: {path.relative_to(paths.PROJECT)}"]))
+    print("\n".join([found.verdict.line, *found.signs, "", f"page: {os.path.relpath(path)}"]))
 
 
 if __name__ == "__main__":

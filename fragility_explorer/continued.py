@@ -24,7 +24,7 @@ from fragility_lab.inputs.checkpoints import load_model, load_tokenizer
 from fragility_lab.inputs.fetched import MODELS, fetched
 from fragility_lab.inputs.names import EMBEDDED
 from fragility_lab.reporting.html import template
-from fragility_lab.running.files import write_whole
+from fragility_lab.running.files import require_room, write_whole
 from fragility_quantization.quantized import lower
 
 PROMPTS = (
@@ -38,9 +38,7 @@ EXPLAINED = 4  # changed tokens of a recipe
 TRIED = 10  # parts that are kept, one at a time
 
 
-def versions(
-    model: PreTrainedModel, recipes: Sequence[str] = RECIPES, most: int = EXPLAINED
-) -> Iterator[Version]:  # fmt: skip
+def versions(model: PreTrainedModel, recipes: Sequence[str] = RECIPES, most: int = EXPLAINED) -> Iterator[Version]:
     """``model`` in each of ``recipes``, with causes for the first ``most`` words that it changes."""
     kept = partial(apply, model, execution="emulated")
     for name in recipes:
@@ -52,7 +50,7 @@ def page(texts: Sequence[dict[str, Any]], model: str) -> str:
     return template("sentence/page.html.jinja").render(component=Sentence(texts, model).html, model=model)
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Continue a text by a model in fp32 and in low precision, and write a page; or the shipped data again."""
     parser = argparse.ArgumentParser(prog="python -m fragility_explorer.continued", description=main.__doc__)
     parser.add_argument("--model", default=SHIPPED, help="one that make real fetches, a hub name or a path")
@@ -62,24 +60,26 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     try:
         source = str(fetched(name)) if given.model in MODELS else given.model
         model, spell = load_model(source, "cpu", AutoModelForCausalLM), load_tokenizer(source)
-        prompts = [given.prompt] if given.prompt else PROMPTS
+        require_room(paths.OUTPUTS, "results", "free some, or mend the folder's rights", make=False)
+        prompts = [given.prompt.encode().decode()] if given.prompt else PROMPTS  # no halves of characters
         tokens = [spell(prompt, return_tensors="pt").input_ids for prompt in prompts]
         longest, context = max(x.shape[1] for x in tokens) + COUNT, context_length(model.config)
         if longest > context:
             raise ValueError(f"prompt and {COUNT} tokens must fit the model's context, {context} tokens, got {longest}")
+        texts = [
+            {"prompt": prompt} | continued(model, lambda token: str(spell.decode([token])), ids, COUNT, versions(model))
+            for prompt, ids in zip(prompts, tokens)
+        ]
+        if given.model == SHIPPED and not given.prompt:
+            path, text = DATA, json.dumps({"model": name, "texts": texts}, ensure_ascii=False, indent=1) + "\n"
+        else:
+            path, text = paths.OUTPUTS / "sentence.html", page(texts, name)
+        write_whole(path, text)
     except (ValueError, OSError) as refused:
         sys.exit(f"make sentence: {refused}")
-    texts = [
-        {"prompt": prompt} | continued(model, lambda token: str(spell.decode([token])), start, COUNT, versions(model))
-        for prompt, start in zip(prompts, tokens)
-    ]
-    if given.model == SHIPPED and not given.prompt:
-        path, text = DATA, json.dumps({"model": name, "texts": texts}, ensure_ascii=False, indent=1) + "\n"
-    else:
-        path, text = paths.OUTPUTS / "sentence.html", page(texts, name)
-    write_whole(path, text)
+    except KeyboardInterrupt:
+        sys.exit("make sentence: interrupted before the page was written")
     print(f"written: {os.path.relpath(path)}")
-    return path
 
 
 if __name__ == "__main__":

@@ -82,22 +82,20 @@ class Form:
         self.command, self.status, self.shown = HTML(), HTML(), Output()
         self.rest = VBox([field.box for name, field in self.fields.items() if name not in FIRST])
         self.rest.layout.display = self.shown.layout.display = "none"  # an output without a page is an empty frame
-        self.panel = self._assembled()
+        self.panel = self._assembled().add_class("diagnosis-form")
         self.job: Job | None = None
         self.following = threading.Lock()  # the job and the buttons call from threads of their own
         for name, field in self.fields.items():
             field.observe(partial(self.check, name))
-        self.button.on_click(lambda _: self.start())
-        self.stopping.on_click(lambda _: self.stop())
-        self.more.on_click(lambda _: self.unfold())
+        for button, act in ((self.button, self.start), (self.stopping, self.stop), (self.more, self.unfold)):
+            button.on_click(lambda _, act=act: act())
         self.check()
 
     def _assembled(self) -> VBox:
         style = HTML(f"<style>{(ASSETS / 'form' / 'form.css').read_text('utf-8')}</style>")
         buttons = HBox([self.button, self.stopping, self.more], layout={"flex_flow": "row wrap"})
         first = [self.fields[name].box for name in FIRST]
-        below = [self.rest, buttons, self.command, self.status, self.shown]
-        return VBox([style, *first, *below]).add_class("diagnosis-form")
+        return VBox([style, *first, self.rest, buttons, self.command, self.status, self.shown])
 
     @property
     def values(self) -> dict[str, Any]:
@@ -168,8 +166,7 @@ class Form:
     def follow(self) -> None:
         """Bring status, buttons and page up to date with the job."""
         with self.following:
-            job = self.job
-            if job is None:
+            if (job := self.job) is None:
                 return
             self.status.value = template("form/status.html.jinja").render(job=job)
             self.enable()

@@ -7,7 +7,7 @@ PROJECT = PACKAGE.parent
 ASSETS = PACKAGE / "assets"
 NOTEBOOKS = PROJECT / "notebooks"
 PROFILES = NOTEBOOKS / "profiles"
-OUTPUTS = PROJECT / "outputs"
+OUTPUTS = (PROJECT if NOTEBOOKS.is_dir() else Path.cwd()) / "outputs"  # of an installed package: where it is called
 CUSTOM = "-custom"  # ends the name of the folder of results of one's own model, text or options
 
 CHECKPOINTS = ASSETS / "checkpoints"
@@ -18,7 +18,7 @@ RECORDED_RUNS = ASSETS / "e5_recorded.parquet"
 
 def require_folder_name(results: str) -> None:
     """Raises ValueError unless ``results`` names a folder in outputs."""
-    if results in ("", ".", "..") or Path(results).name != results:
+    if results in ("", ".", "..") or Path(results).name != results or not results.isprintable():
         raise ValueError(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {results!r}")
 
 

@@ -46,13 +46,13 @@ def squares(count: int, alike: float) -> Picture:
     walks.plot(numbers, sums[:40].T, color="C0", linewidth=0.7, alpha=0.5)
     for sign in (-1, 1):
         walks.plot(numbers, sign * numbers**0.5, "--", color="0.2", label="±√n" if sign > 0 else None)
-    finish(walks, "number of errors n", "sum", "40 draws of ±1", legend="upper left", ylim=(-MOST, MOST))
-    growth.plot(numbers, numbers, color="C3", label="worst case: n")
+    finish(walks, "number of errors n", "sum", "40 sums of random errors", legend="upper left", ylim=(-MOST, MOST))
+    growth.plot(numbers, numbers, color="C3", label="all alike: n")
     growth.plot(numbers, numbers**0.5, "--", color="0.2", label="squares: √n")
     growth.plot(numbers, measured, ".", color="C0", label="measured")
     finish(growth, "number of errors n", "size of the sum", "root mean square of 400 sums", "xy", "upper left")
     return [walks, growth], (
-        f"{count} errors of size 1: worst case {count}, root of the sum of squares {count**0.5:.3g}, "
+        f"{count} errors of mean square 1: all alike {count}, root of the sum of squares {count**0.5:.3g}, "
         f"measured {measured[count - 1]:.3g}"
     )
 
@@ -65,7 +65,7 @@ RESULTS = ("z₁ = 2x", "z₂ = 3x", "h₁ = z₁²", "h₂ = z₂²", "y = h₁
 def toy(x: np.ndarray, round: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """The five results (..., 5) of the toy for inputs x (...), each passed through ``round``, and their local errors.
 
-    A local error is that of one rounding: the exact result from rounded operands, minus the stored result.
+    A local error is that of one rounding: the stored result minus the exact one from rounded operands.
     """
     stored: list[np.ndarray] = []
     local: list[np.ndarray] = []
@@ -75,7 +75,7 @@ def toy(x: np.ndarray, round: Callable[[np.ndarray], np.ndarray]) -> tuple[np.nd
     for kernel in kernels:
         exact = kernel()
         stored.append(round(exact))
-        local.append(exact - stored[-1])
+        local.append(stored[-1] - exact)
     return np.stack(stored, -1), np.stack(local, -1)
 
 

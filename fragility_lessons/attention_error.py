@@ -184,7 +184,7 @@ def sharpness(margin: float, value_exponent: float, format: str, measure: str) -
     finish(curve, *labels, "y", TWO_COLUMNS, xlim=limits, ylim=LIMITS[measure])
 
     heights = [np.ones(len(mean)), np.ones(len(mean)), mean["κ_softmax"], mean["χ_score"]]
-    names = ["value product", "softmax kernel", "κ_softmax", "χ_score"]
+    names = ["c′_gemm (PV)", "c_smx (softmax)", "κ_softmax", "χ_score"]
     terms.stackplot(mean.index, heights, labels=names, colors=["0.75", "0.55", "C0", "C1"])
     terms.axvline(math.log(KEYS - 1), **LIMIT)
     finish(terms, "margin", "", "terms in the bound's bracket", "", "upper right", xlim=limits, ylim=(0, 7))

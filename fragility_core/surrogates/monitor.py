@@ -99,11 +99,8 @@ class PassRecord:
         return values | norms | {name: value.to(device) for name, value in self.large.items()}
 
     def statistics(self, epsilons: Tensor, sites: Sequence[str], width: int) -> dict[str, Tensor]:
-        """All statistics, (L, B) each, from the ``epsilons`` (L, N) of the norms at ``sites`` and ``width`` = d_model.
-
-        Kernels over small tensors run once for all blocks.
-        """
-        stacked = self.stacked(epsilons.device)
+        """All statistics, (L, B) each, from ``epsilons`` (L, N) of the norms at ``sites`` and ``width``, d_model."""
+        stacked = self.stacked(epsilons.device)  # kernels over small tensors run once for all blocks
         grams = stacked.pop("value_gram")  # (L, B, H, d, d)
         stacked["value_norm"] = grams.diagonal(dim1=-2, dim2=-1).float().sum((-2, -1)).sqrt()
         stacked["value_spectral_norm"] = reductions.spectral_norm_from_gram(grams).amax(-1)

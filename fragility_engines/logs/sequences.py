@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from fragility_lab.running.files import PACKED
+
 LARGEST = 1e-3  # a log-probability above 0 by no more than this is a rounded 0
 LEAST = -1e3  # what is below stands for a token that was masked or not scored: -9999, -1e9, -inf
 LARGEST_TOKEN = 2**32  # no vocabulary has as many
-COMPRESSED = (b"\x1f\x8b", b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")  # how gzip, zip, zstd, bzip2, xz begin
 WIDE = (b"\xff\xfe", b"\xfe\xff")  # how UTF-16 and UTF-32 begin
 FAR = -10.0  # nats, to which running sums fall
 MANY = 8  # tokens, of which no model gives all the same log-probability
@@ -217,26 +218,25 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Iterator[Scored]]] = {  # by th
 
 FORMS = {
     "plain": "a plain line", "vllm": "an answer of vLLM", "offline": "an output of vLLM",
-    "sglang": "an answer of SGLang",
-    "llama_cpp": "an answer of llama.cpp",
+    "sglang": "an answer of SGLang", "llama_cpp": "an answer of llama.cpp",
 }  # fmt: skip
 
 
 def read(path: str | Path) -> list[Scored]:
     """All sequences of the file at ``path``. Raises OSError, and ValueError with the line for what cannot be read."""
     found: list[Scored] = []
-    if Path(path).is_dir():
-        raise ValueError(f"a log must be a file, got the folder {path}: give the file in it that has the sequences")
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"a log must be a file, which is read twice, got the folder or pipe {path}: give a file of it")
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            if line.startswith(WIDE) or (b"\0" in line[:8] and not line.startswith(COMPRESSED)):
+            if line.startswith(WIDE) or (b"\0" in line[:8] and not line.startswith(PACKED)):
                 raise ValueError(f"{path}, line {number}: a log must be UTF-8, got UTF-16 or UTF-32: save it as UTF-8")
             try:
                 found += of_line(line.decode("utf-8-sig"))
             except UnicodeDecodeError:
-                packed = ", which is compressed: unpack it" * line.startswith(COMPRESSED)
+                packed = ", which is compressed: unpack it" * line.startswith(PACKED)
                 raise ValueError(f"{path}, line {number}: a log must be UTF-8, got {shortened(line)}{packed}") from None
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error

@@ -22,7 +22,7 @@ def words_of_make(environment: Mapping[str, str]) -> list[str]:
     Other variables there are left alone, except for those that look like an option, which is then refused.
     """
     names = environment.get(GIVEN, "").split()
-    near = [name for name in names if get_close_matches(name, Options.variables(), cutoff=0.8)]
+    near = [name for name in names if get_close_matches(name.upper(), Options.variables(), cutoff=0.8)]
     return [f"{name}={environment[name]}" for name in near if environment.get(name)]
 
 
@@ -70,11 +70,16 @@ def main(arguments: list[str] | None = None) -> None:
         if asked.check:
             require_possible(given)
             return
+        # In a process of its own, whose PyTorch would take memory from the model.
+        check = [sys.executable, "-m", "fragility_lab.diagnosis", "--check", "--", *words]
+        if status := subprocess.run(check).returncode:
+            sys.exit(status)
     except (ValueError, OSError) as refused:
         sys.exit(f"make diagnose: {refused}")
-    # In a process of its own, whose PyTorch would take memory from the model.
-    if status := subprocess.run([sys.executable, "-m", "fragility_lab.diagnosis", "--check", "--", *words]).returncode:
-        sys.exit(status)
+    except KeyboardInterrupt:
+        if not asked.check:
+            print("\ninterrupted: the same command starts again", file=sys.stderr)
+        sys.exit(130)
     from fragility_lab.running import execute  # takes a second
 
     values = {"profile": results} | {name: text_of(value) for name, value in given.items()}

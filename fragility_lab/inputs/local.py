@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fragility_lab.inputs.names import not_found
+from fragility_lab.running.files import PACKED
 
 MARKS = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
@@ -21,7 +22,8 @@ def local_rows(file: str) -> list[str]:
     is empty, in another encoding than UTF-8, or without a column ``text`` of strings.
     """
     if not os.path.isfile(file):
-        raise not_found("text", file, FileNotFoundError("there is no such file"))
+        what = "it is no file: a pipe cannot be read twice" if os.path.exists(file) else "there is no such file"
+        raise not_found("text", file, FileNotFoundError(what))
     if os.path.getsize(file) == 0:
         raise ValueError(f"data must hold text, but {file} is empty: point DATA= at another file")
     suffix = Path(file).suffix
@@ -29,6 +31,11 @@ def local_rows(file: str) -> list[str]:
         require_utf8(file)
     try:
         columns = READERS[suffix](Path(file))
+    except UnicodeDecodeError as cause:
+        how = "convert it, for example with iconv -f LATIN1 -t UTF-8"
+        raise ValueError(
+            f"a text must be in UTF-8, but {file} is not ({cause.reason} at byte {cause.start}): {how}"
+        ) from cause
     except (ValueError, KeyError, pa.ArrowException, RecursionError, OverflowError) as cause:
         said = " ".join(str(cause).split())
         raise ValueError(f"{file} must be readable as {suffix}, got {type(cause).__name__}: {said}") from cause
@@ -46,9 +53,11 @@ def paragraphs(file: Path) -> list[str]:
 
 
 def require_utf8(file: str) -> None:
-    """Raises ValueError for a text ``file`` that begins with the mark of an encoding, which would be read as text."""
+    """Raises ValueError for a text ``file`` in another encoding or with a byte order mark, which would be text."""
     with open(file, "rb") as opened:
-        begins = opened.read(4)
+        begins = opened.read(8)
+    if begins.startswith(PACKED):
+        raise ValueError(f"a text must be in UTF-8, but {file} is compressed: unpack it")
     if found := next((name for mark, name in MARKS.items() if begins.startswith(mark)), ""):
         raise ValueError(
             f"a text must be in UTF-8 without a byte order mark, but {file} is in {found}: convert it, with "

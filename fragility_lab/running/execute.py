@@ -9,6 +9,7 @@ request is reported before any work starts.
 import argparse
 import ast
 import glob
+import io
 import json
 import logging
 import os
@@ -83,6 +84,8 @@ def notebook_names() -> list[str]:
 def notebook_path(name: str) -> Path:
     """The notebook called ``name``."""
     known = notebook_names()
+    if not known:
+        raise SystemExit(f"this command needs the project's folder, which has notebooks, got {paths.PROJECT}: clone it")
     if name not in known:
         raise SystemExit(f"unknown notebook {name!r}: choose one of {', '.join(known)}")
     return paths.NOTEBOOKS / f"{name}.ipynb"
@@ -238,6 +241,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-p", dest="overrides", help="set a value", **several)
     parser.add_argument("--if-present", help="set a value if the notebook has this parameter", **several)
     given = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where it is ASCII, what a notebook prints shall not end the run
+            stream.reconfigure(errors="replace")
     values = parameters(given.notebook, given.profile, given.overrides, given.if_present)
     os.environ[ASKED] = json.dumps({"notebook": given.notebook, "profile": given.profile, "parameters": values})
     before = signal.signal(signal.SIGTERM, _terminate)

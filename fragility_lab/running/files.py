@@ -8,7 +8,9 @@ import socket
 import tempfile
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = errno.ENOSPC
+LIMITS = {errno.EDQUOT: "a quota is used up", errno.EFBIG: "files may not be as large here (ulimit -f)"}
+PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")  # how gzip, zip, zstd, bzip2, xz begin
 ROOM = 2**20  # bytes that a folder must take before work starts
 
 
@@ -26,8 +28,9 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        if error.errno not in FULL:
-            how = f"must be a file that can be written, but that is not possible ({error}): mend that, and go on"
+        if error.errno != FULL:
+            reason = LIMITS.get(error.errno or 0, str(error))
+            how = f"must be a file that can be written, but that is not possible ({reason}): mend that, and go on"
             raise OSError(f"{path} {how}") from error
         free = shutil.disk_usage(path.parent).free
         raise OSError(
@@ -36,19 +39,21 @@ def write_whole(path: Path, content: str | bytes | memoryview) -> None:
         ) from error
 
 
-def require_room(folder: Path, what: str, mend: str) -> None:
-    """Raises OSError unless a file of ROOM bytes can be written to ``folder``. A missing folder is made.
+def require_room(folder: Path, what: str, mend: str, make: bool = True) -> None:
+    """Raises OSError unless a file of ROOM bytes can be written to ``folder``.
 
-    The message says ``what`` the folder is for, and ends with the ``mend``.
+    A missing folder is made, or else (``make``) the one that is to hold it is tried. The message says ``what`` the
+    folder is for, and ends with the ``mend``.
     """
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".room-") as file:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder if make else there, prefix=".room-") as file:
             file.write(bytes(ROOM))
     except OSError as error:
         full = f"is full ({shutil.disk_usage(there).free:,} bytes are free)"
-        reason = full if error.errno in FULL else f"cannot be written to ({error})"
+        reason = full if error.errno == FULL else f"cannot be written to ({LIMITS.get(error.errno or 0, str(error))})"
         raise OSError(f"{what} must take files of {ROOM:,} bytes, but {folder} {reason}: {mend}") from error
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -148,8 +149,10 @@ def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(tmp_path):
     path.write_bytes(gzip.compress(json.dumps(FORMS["plain"]).encode()))
     with pytest.raises(ValueError, match="line 1: a log must be UTF-8, got .* compressed: unpack it"):
         read(path)
-    with pytest.raises(ValueError, match="a log must be a file, got the folder"):
-        read(tmp_path)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for other in (tmp_path, tmp_path / "pipe.jsonl"):
+        with pytest.raises(ValueError, match="a log must be a file, which is read twice, got the folder or pipe"):
+            read(other)
     path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-8-sig"))
     assert read(path)[0].tokens.tolist() == TOKENS
 

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fragility_engines.__main__ import main
+from fragility_engines.comparison import compare
 from fragility_engines.logs.sequences import Scored, write
 from fragility_engines.suspects.suspect import logprobs
 from fragility_lab import paths
@@ -161,3 +162,12 @@ def test_what_cannot_be_compared_is_refused(tmp_path, outputs, arguments, messag
         main([each.format(**named) for each in arguments])
     assert str(refused.value).startswith("make compare: ") and message in str(refused.value)
     assert not outputs.exists()
+
+
+def test_a_place_that_takes_no_page_is_told_before_the_passes(tmp_path, outputs, monkeypatch):
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"tokens": [5, 6, 7], "logprobs": [null, -1, -2]}\n')
+    monkeypatch.setattr(compare, "compare", lambda *_: pytest.fail("a pass runs"))
+    outputs.write_text("no folder")
+    with pytest.raises(SystemExit, match="^make compare: results must take files of .* cannot be written to"):
+        main(["--log", str(path)])

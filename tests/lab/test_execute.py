@@ -1,6 +1,7 @@
 """The runner on a three-cell notebook: what it passes on, and every message that its user can meet."""
 
 import errno
+import io
 import re
 import sys
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_override_takes_the_type_of_the_default(project, override, value):
     (found,) = execute.parameters("tiny", "smoke", [override]).values()
     assert found == value
     assert type(found) is type(value)
+
+
+def test_a_notebook_of_an_installed_package_asks_for_the_folder_of_the_project(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path / "notebooks")
+    with pytest.raises(SystemExit, match="^this command needs the project's folder, which has notebooks"):
+        execute.main(["diagnose_my_model"])
+
+
+def test_what_a_notebook_prints_does_not_end_a_run_where_the_terminal_is_ascii(project, monkeypatch):
+    write_notebook(paths.NOTEBOOKS / "tiny.ipynb", "print('Größe\\xa0…')", parameters="")
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    execute.main(["tiny"])
+    sys.stdout.flush()
+    assert b"Gr??e" in written.getvalue()
 
 
 def test_if_present_is_dropped_where_the_notebook_has_no_such_parameter(project):

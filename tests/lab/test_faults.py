@@ -1,5 +1,6 @@
 """What goes wrong on real machines: killed processes, stops, full disks, two commands at once."""
 
+import errno
 import os
 import random
 import re
@@ -135,6 +136,28 @@ def test_a_full_disk_says_how_much_is_missing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"page.html must fit .* the file has 1,000 bytes, 400 are free, 600 are missing"):
         files.write_whole(path, "x" * 1000)
     assert path.read_text() == "before" and not partial.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(errno.EDQUOT, "a quota is used up"), (errno.EFBIG, r"not be as large here \(ulimit -f\)")]
+)
+def test_a_limit_is_no_full_disk(tmp_path, monkeypatch, number, reason):
+    def refused(*_):
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(files.os, "replace", refused)
+    with pytest.raises(OSError, match=rf"page.html must be a file that can be written, but .*{reason}"):
+        files.write_whole(tmp_path / "page.html", "x")
+    monkeypatch.setattr(files.tempfile, "NamedTemporaryFile", lambda **options: refused())
+    with pytest.raises(OSError, match=rf"results must take files .* cannot be written to \(.*{reason}.*\): free some"):
+        files.require_room(tmp_path, "results", "free some")
+
+
+def test_room_is_looked_for_without_a_trace(tmp_path):
+    files.require_room(tmp_path / "outputs" / "mine", "results", "free some", make=False)
+    assert [*tmp_path.iterdir()] == []
+    files.require_room(tmp_path / "outputs" / "mine", "results", "free some")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "outputs", tmp_path / "outputs" / "mine"]
 
 
 def test_a_file_is_replaced_whole_or_stays(tmp_path):

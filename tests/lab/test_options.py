@@ -1,6 +1,7 @@
 """The options of a diagnosis: each is declared once, and all that names them follows the declaration."""
 
 import json
+import re
 import shlex
 import subprocess
 from dataclasses import dataclass, fields
@@ -110,13 +111,37 @@ def test_a_wrong_word_is_answered_in_one_line(words, line):
 
 
 def test_make_refuses_a_variable_that_looks_like_an_option_only():
-    environment = {"WINDOW": "3", "FORMAT": "", "KEEP": "a b", "HF_HOME": "x", "STALE": "keep"}
-    given = {make_diagnose.GIVEN: "HF_HOME STALE WINDOW KEEP FORMAT a.b"}
-    assert make_diagnose.words_of_make(environment | given) == ["WINDOW=3", "KEEP=a b"]
+    environment = {"WINDOW": "3", "FORMAT": "", "KEEP": "a b", "HF_HOME": "x", "STALE": "keep", "length": "9"}
+    given = {make_diagnose.GIVEN: "HF_HOME STALE WINDOW KEEP length FORMAT a.b"}
+    assert make_diagnose.words_of_make(environment | given) == ["WINDOW=3", "KEEP=a b", "length=9"]
     assert make_diagnose.words_of_make(environment) == []
     assert Options.parsed(["FORMAT=fp16", "RECIPE=fp16"]) == {"format": "fp16"}
     assert Options.parsed(["REFERENCE_MODEL=x"]) == {"format": "given", "reference_model": "x"}
     assert Options.parsed(["REFERENCE_MODEL=x", "RECIPE=bf16"])["format"] == "bf16"  # which the request refuses
+
+
+@pytest.mark.parametrize("target", ["diagnose", "compare", "reproduce"])
+def test_make_refuses_variables_that_are_not_in_capitals(target):
+    """make would take them for its own, and the command would run without them."""
+    command = ["make", "--dry-run", target, "windows=1", "WINDOWS=2", "model=x y"]
+    refused = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and not refused.stdout
+    assert re.search(r"the variables of make are in capitals, got (windows model|model windows)\.", refused.stderr)
+
+
+def test_an_interrupt_of_the_check_is_one_line(monkeypatch, capsys):
+    def interrupted(command):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make_diagnose.subprocess, "run", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        make_diagnose.main(["WINDOWS=1"])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "\ninterrupted: the same command starts again\n"
+    monkeypatch.setattr(make_diagnose, "require_possible", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        make_diagnose.main(["--check", "WINDOWS=1"])
+    assert stopped.value.code == 130 and not capsys.readouterr().err
 
 
 def test_a_value_of_another_type_is_refused():

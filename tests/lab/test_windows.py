@@ -1,5 +1,9 @@
 """Windows as protocol section 2 defines them, from every source a user may name."""
 
+import bz2
+import gzip
+import lzma
+import os
 import random
 
 import pytest
@@ -192,6 +196,24 @@ def test_rows_of_local_files(tmp_path, name, content):
 
 def test_the_embedded_tokenizer_puts_nothing_in_front():
     assert opening(load_tokenizer("embedded")) == PLAIN
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
+def test_texts_that_are_packed_or_in_another_encoding_are_refused(tmp_path, suffix):
+    file = tmp_path / f"text{suffix}"
+    for pack in (gzip.compress, bz2.compress, lzma.compress):
+        file.write_bytes(pack(b'{"text": "hello"}\n'))
+        with pytest.raises(ValueError, match=r"^a text must be in UTF-8, but .* is compressed: unpack it$"):
+            load_rows(str(file))
+    file.write_bytes('{"text": "Größe"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"^a text must be in UTF-8, but .* is not \(.*\): convert it, .* LATIN1"):
+        load_rows(str(file))
+
+
+def test_a_pipe_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(OSError, match="it is no file: a pipe cannot be read twice"):
+        load_rows(str(tmp_path / "pipe.txt"))
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
