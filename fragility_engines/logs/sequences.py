@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fragility_lab.running.files import PACKED
+from fragility_lab.inputs.names import PACKED
 
 LARGEST = 1e-3  # a log-probability above 0 by no more than this is a rounded 0
 LEAST = -1e3  # what is below stands for a token that was masked or not scored: -9999, -1e9, -inf

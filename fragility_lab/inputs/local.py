@@ -11,8 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fragility_lab.inputs.names import not_found
-from fragility_lab.running.files import PACKED
+from fragility_lab.inputs.names import PACKED, not_found
 
 MARKS = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fragility_lab.paths import CHECKPOINTS
 
+PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")  # how gzip, zip, zstd, bzip2, xz begin
 EMBEDDED = "embedded"  # the default; "embedded-llama" is another family, with the same tokenizer and text
 TITLES = {EMBEDDED: "the embedded GPT-2", "embedded-llama": "the embedded Llama"}
 NEEDED = {

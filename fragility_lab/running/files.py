@@ -10,7 +10,6 @@ from pathlib import Path
 
 FULL = errno.ENOSPC
 LIMITS = {errno.EDQUOT: "a quota is used up", errno.EFBIG: "files may not be as large here (ulimit -f)"}
-PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"(\xb5/\xfd", b"BZh", b"\xfd7zXZ")  # how gzip, zip, zstd, bzip2, xz begin
 ROOM = 2**20  # bytes that a folder must take before work starts
 
 
