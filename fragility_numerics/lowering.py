@@ -274,7 +274,7 @@ def require_module(model: object) -> None:
 
 
 def as_format(name: str | NumberFormat | torch.dtype) -> NumberFormat:
-    """The format called ``name``, of FORMATS, that of a dtype, or one of one's own; raises ValueError for others."""
+    """The format called ``name``, that of a dtype, or ``name`` if it is a format; raises ValueError for others."""
     if isinstance(name, torch.dtype):
         return of_dtype(name)
     if not isinstance(name, str):

@@ -31,7 +31,7 @@ class RoundedCache(Cache):
     kept: Collection[int]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """The same as ``Cache.update``: all keys and values that are stored now."""
+        """Store new keys and values, rounded unless the layer is in ``kept``. Returns all that are stored now."""
         if self.stored is not None and layer_idx not in self.kept:
             key_states = round_stored(key_states, "key cache", self.stored)
             value_states = round_stored(value_states, "value cache", self.stored)

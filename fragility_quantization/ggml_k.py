@@ -97,7 +97,7 @@ def q2_k(x: Tensor) -> Grid:
 
 
 def by_size(x: Tensor) -> Tensor:
-    """Weights of errors: the root mean square of the group and the magnitude of the entry."""
+    """Weights of errors: the root mean square of the group plus the magnitude of the entry."""
     squares = total(x * x) / x.new_tensor(float(len(x)))
     return squares.double().sqrt().float() + x.abs()  # torch's root in fp32 is off by its last bit at times
 

@@ -1,4 +1,4 @@
-"""Write the tables of X3, X4 and llama.cpp's mixes into docs/engines.md and docs/exports.md: ``make docs``."""
+"""Write tables of outputs into docs/engines.md, docs/exports.md and docs/clusters.md: ``make docs``."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -52,10 +52,20 @@ def mixes(tables: dict[str, pd.DataFrame]) -> Rows:
             yield [model, name, f"{row.MB:.2f}", *divergences, f"{row.beside_mix:.2f}"]
 
 
+def seconds(tables: dict[str, pd.DataFrame]) -> Rows:
+    """Seconds of all runs of E2, E3 and E5. ``tables`` are those of E5's runs; the others lie beside them."""
+    yield ["model", "E2", "E3", "E5", "together"]
+    for model in tables:
+        folder = OUTPUTS / MODELS[model] / "tables"
+        sums = [pd.read_csv(folder / f"{name}_records.csv").seconds.sum() for name in ("e2", "e3", "e5")]
+        yield [model, *(f"{x:,.0f}" for x in (*sums, sum(sums)))]
+
+
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, pd.DataFrame]], Rows]]] = {
     "proving ground": ("engines.md", "x3_engines", proving_ground),
     "referees": ("engines.md", "x4_referees", referees),
     "mixes": ("exports.md", "gguf_plans", mixes),
+    "seconds of runs": ("clusters.md", "e5_records", seconds),
 }
 
 

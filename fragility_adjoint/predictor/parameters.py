@@ -124,7 +124,7 @@ class WeightedError:
         self.rounded, self.origin = rounded, origin
 
     def error(self, rows: slice | Tensor | EllipsisType) -> Tensor:
-        """The local error of ``rows``, in memory of its own."""
+        """The local error of ``rows``, or its expected size if only the format is known; in memory of its own."""
         rounded = self.rounded[rows]
         if isinstance(self.origin, Tensor):
             return local_error(self.origin[rows], rounded)

@@ -60,7 +60,7 @@ def predict(contributions: pd.DataFrame, windows: pd.DataFrame, squared: bool = 
 
     Both are tables of a ``Prediction``, whose target may be ``squared``. Leave out rows of ``contributions`` to predict
     without those roundings, and rows of ``windows`` to leave out windows. The prediction is sum of c^2 / norm^2, the
-    sum averaged over probes, or its root. Its standard error is that of the average, to first order.
+    sum averaged over probes, or its root. Its standard error is that of the average, to first order: NaN with one.
     """
     probe, distinct = pd.factorize(contributions.probe)
     probes = max(1, len(distinct))

@@ -209,9 +209,9 @@ class ErrorRecorder:
         self._looked_up[id(leaf)].append((indices, gradient))
 
     def hook_leaf(self, leaf: Tensor, function: Callable[[Tensor], None]) -> None:
-        """Give ``function`` the gradient (P, ...) of ``leaf``, whenever a backward pass has it, in its stead.
+        """Call ``function`` with the gradient (P, ...) of ``leaf`` in every backward pass; the leaf itself gets zeros.
 
-        It is None where only rows of the leaf were looked up.
+        The gradient is None where only rows of the leaf were looked up.
         """
 
         def hook(gradient: Tensor | None) -> Tensor | None:

@@ -37,7 +37,7 @@ class Target:
 
 
 def own_norm(output: Tensor, counted: Tensor) -> Tensor:
-    """||X||: errors are relative to the output."""
+    """||X|| over the positions that count: errors are relative to it."""
     return torch.linalg.vector_norm(output * counted)
 
 

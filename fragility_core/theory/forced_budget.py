@@ -22,7 +22,7 @@ __all__ = ["forced_epsilon", "forced_protection", "protected_layer_steps"]
 
 
 def forced_protection(blocks: int, per_step: int, cooldown: int, budget: int) -> bool:
-    """True if the limits force which blocks are protected and for how many layer-steps: c >= P and A >= N.
+    """True if the limits force which blocks are protected and for how long: c >= blocks / per_step, A >= blocks.
 
     The condition is not in the paper. Raises ValueError for ``blocks`` or ``per_step`` below 1.
     """

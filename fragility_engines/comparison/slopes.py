@@ -151,16 +151,16 @@ class Directions:
         return [*structure(self.model), *sampling(), *shards()]
 
     def packed(self, gap: Gap) -> list[Suspect]:
-        """The suspects of sequences that see those before them, where ``gap`` tells with which a row begins."""
+        """The suspects of packed rows, in which sequences see those before them; ``gap`` tells where rows begin."""
         return packed(self.model, [len(each.tokens) for each in self.sequences], begin_rows(gap))
 
     def in_one_block(self, found: Sequence[Slope]) -> list[Suspect]:
-        """The suspects of single blocks like those of all blocks that were ``found`` in part along a gap."""
+        """The suspects of single blocks. Their like for all blocks explains a part of the gap, as ``found``."""
         along = [each.suspect.name for each in found if each.certain and each.share > ALONG][:BLOCKWISE]
         return [each for path in block_paths(self.model) for each in in_one_block(self.model, path, along)]
 
     def around(self, found: Sequence[Slope]) -> list[Suspect]:
-        """The suspects of the block of that place which explains most, of those ``found``."""
+        """The suspects of one block: that of the place which explains most, of those ``found``."""
         best = max((each for each in found if each.suspect.place), key=lambda each: each.share, default=None)
         block = None if best is None else block_of(best.suspect.name.removeprefix(PLACE))
         return around(self.model, block[0]) if block else []

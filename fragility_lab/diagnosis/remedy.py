@@ -117,7 +117,7 @@ def with_remedy(
 
 
 def execution_of(plan: Plan, recipe: Recipe, execution: str) -> str:
-    """The execution of a ``plan`` beside a model in ``recipe``: another format may have kernels where that has none."""
+    """How a ``plan`` runs: as the model in ``recipe`` does, or as its own format can if that is another one."""
     return execution if plan.format == recipe.name or execution == "weights" else "auto"
 
 

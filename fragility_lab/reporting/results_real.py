@@ -29,6 +29,8 @@ def measured(label: str, tables: Tables) -> dict[str, str]:
     row |= {"model": label, "helps": f"{(runs.delta_pearson[known] > 0).sum()} of {known.sum()}"}
     row |= dict.fromkeys(("ratio", "kl", "logprob"), "–") | {
         "blocks": mean(tables, "e3_runs", "spearman"),
+        "ranked": str(len(tables["x1_ranking"])) if "x1_ranking" in tables else "–",
+        "score_single": mean(tables, "x1_ranking", "score_single"),
         "averaged": mean(tables, "x1_ranking", "score_average"),
         "adjoint_single": mean(tables, "x1_ranking", "adjoint_single"),
         "adjoint_average": mean(tables, "x1_ranking", "adjoint_average"),

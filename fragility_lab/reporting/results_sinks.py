@@ -74,10 +74,10 @@ def facts(label: str, tables: Tables) -> dict[str, str]:
     layers, windows = tables["sinks_layers"], of_setting(tables["sinks_windows"], JUDGED)
     return {
         "model": label,
-        "of ‖h‖², median and largest block": f"{layers.stream.median():.0%}, {layers.stream.max():.0%}",
-        "of attention, mean and largest block": f"{layers.attention.mean():.0%}, {layers.attention.max():.0%}",
+        "first token: share of ‖h‖² (median and most)": f"{layers.stream.median():.0%}, {layers.stream.max():.0%}",
+        "of attention (mean and most)": f"{layers.attention.mean():.0%}, {layers.attention.max():.0%}",
         "worst token's share of the squared error": f"{windows.worst_token.mean():.0%}",
-        "one pass with the mean": f"{by_signal(tables, JUDGED).passes_agree.iloc[0]:.2f}",
+        "correlation of one pass with the mean": f"{by_signal(tables, JUDGED).passes_agree.iloc[0]:.2f}",
     }
 
 
