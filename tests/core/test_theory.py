@@ -77,6 +77,10 @@ def test_residual_singular_value_bounds_hold(seed, rho, width):
     assert lower - 1e-12 <= values.min() and values.max() <= upper + 1e-12
 
 
+def test_residual_singular_value_bounds_are_attained():
+    assert theory.residual_singular_value_bounds(0.5) == (0.5, 1.5)  # the singular values of I + diag(0.5, -0.5)
+
+
 def stack_of_blocks(seed: int, rho: list[float], width: int = 4) -> torch.Tensor:
     """I + J_l with ||J_l||_2 = rho_l, (L, width, width)."""
     jacobians = normal64(len(rho), width, width, seed=seed)
