@@ -257,15 +257,16 @@ def test_stochastic_rounding_is_drawn_from_the_generator(format):
 
 
 @each_number_format
-def test_copies_are_rounded_with_the_same_bits(format):
+@pytest.mark.parametrize("copies", [2, 4])
+def test_copies_are_rounded_with_the_same_bits(format, copies):
     x = torch.randn(3, 40, generator=seeded(1))
-    expected = format.round(x, seeded(2)).repeat(4, 1)
-    assert torch.equal(format.round(x.repeat(4, 1), seeded(2), copies=4), expected)
+    expected = format.round(x, seeded(2)).repeat(copies, 1)
+    assert torch.equal(format.round(x.repeat(copies, 1), seeded(2), copies=copies), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "CHUNK_ELEMENTS", 32)  # 4 copies of 8 elements
-        assert torch.equal(format.round(x.repeat(4, 1), seeded(2), copies=4), expected)
-    by_columns = x.repeat(4, 1).mT.contiguous().mT
-    assert torch.equal(format.round(by_columns, seeded(2), copies=4), expected)
+        patch.setattr(formats, "CHUNK_ELEMENTS", 8 * copies)
+        assert torch.equal(format.round(x.repeat(copies, 1), seeded(2), copies=copies), expected)
+    by_columns = x.repeat(copies, 1).mT.contiguous().mT
+    assert torch.equal(format.round(by_columns, seeded(2), copies=copies), expected)
 
 
 @each_number_format
