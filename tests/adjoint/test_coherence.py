@@ -162,6 +162,13 @@ def test_a_pair_that_acts_together_is_named_and_the_ratio_is_in_its_interval():
     assert abs(ratio - 1 - pair.share) < 3 * error
 
 
+def test_the_limit_of_a_pair_is_students_quantile():
+    grams = np.stack([[[1.0, half], [half, 1.0]] for half in (0.1, 0.2, 0.6)])
+    (pair,) = of(grams).pairs().itertuples()
+    assert pair.share == pytest.approx(0.3) and pair.standard_error == pytest.approx((0.07 / 3) ** 0.5)
+    assert pair.limit / pair.standard_error == pytest.approx(4.3027, rel=1e-4)  # 97.5 % at two degrees of freedom
+
+
 def test_one_window_names_no_pair():
     found = of(independent(1, np.random.default_rng(0))[1])
     assert np.isinf(found.pairs().limit).all() and not found.pairs().matters.any() and np.isnan(found.between()[1])
@@ -192,7 +199,9 @@ def test_seeds_are_one_a_window(estimator, tiny_tokens):
     assert estimator(tiny_tokens, seeds=[0, 7, 0]).windows.predicted[1] == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.parametrize(("depth", "kinds", "size"), [(2, 14, 1), (12, 12, 1), (30, 14, 3), (80, 14, 8), (5, 200, 5)])
+@pytest.mark.parametrize(
+    ("depth", "kinds", "size"), [(2, 14, 1), (12, 12, 1), (29, 14, 3), (30, 14, 3), (80, 14, 8), (5, 200, 5)]
+)
 def test_blocks_of_deep_models_are_taken_together_in_bands(depth, kinds, size):
     places = [(layer, f"site {kind}") for layer in range(depth) for kind in range(kinds)]
     rows = pd.DataFrame(places, columns=["layer", "site"]).astype({"layer": "Int64"})
