@@ -39,6 +39,12 @@ def test_an_empty_cache_is_filled_with_rounded_numbers_and_a_filled_one_refused(
 
 
 @torch.no_grad()
+def test_weights_alone_leave_the_cache(tiny_gpt2, tiny_tokens):
+    low, plain = (lower(tiny_gpt2, name, "weights") for name in ("kv-fp8", "bf16"))
+    assert low(tiny_tokens).logits.equal(plain(tiny_tokens).logits)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_callers_cache_goes_on_step_by_step(kind, attention):
