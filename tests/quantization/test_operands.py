@@ -1,5 +1,7 @@
 """Linear layers that read fp8 in a model that is otherwise in bf16."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from drawn import normal
@@ -153,6 +155,26 @@ def test_weights_alone():
     for layer in low.model.layers:
         x = layer(x)
     assert torch.equal(low_output(low, tokens), low.model.head(x)) and x.dtype == torch.float32
+
+
+def test_weights_alone_are_those_that_kernels_read():
+    alone, emulated = (lower(Two(), "w4a16-g32", execution).model.state_dict() for execution in ("weights", "emulated"))
+    assert all(x.dtype == torch.float32 and x.equal(emulated[name].float()) for name, x in alone.items())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *({name: both(POWERS["fp8_e4m3_scaled"])} for name in ("linear", "embedding", "head")),
+        {"layers": {"layers.0": both(POWERS["fp8_e4m3_scaled"])}},
+        {"cache": get_format("fp8_e4m3")},
+    ],
+)
+def test_a_recipe_with_other_numbers_anywhere_is_not_plain(part):
+    recipe = Recipe("some", get_format("fp32"))
+    assert recipe.plain and not recipe.rounds
+    recipe = replace(recipe, **part)
+    assert recipe.rounds and not recipe.plain
 
 
 def test_the_score_has_one_unit_roundoff(tiny_gpt2):
