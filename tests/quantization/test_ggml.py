@@ -15,7 +15,17 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from fragility_core.models.paths import embedding_paths, head_paths
 from fragility_numerics.formats import FORMATS
 from fragility_quantization.ggml import MIXES, TYPES, WEIGHTS, inputs_beside
-from fragility_quantization.gguf_mixes import ends, more_bits, tensor_name, tensor_names, types_by_path
+from fragility_quantization.ggml_blocks import IQ4_VALUES
+from fragility_quantization.gguf_mixes import (
+    ends,
+    more_bits,
+    of_down,
+    of_output,
+    of_values,
+    tensor_name,
+    tensor_names,
+    types_by_path,
+)
 from fragility_quantization.operands import linear_weights, owner, rounded_bits, weight_schemes, with_known_layers
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import GGUF, RECIPES, Operands, get_recipe
@@ -104,6 +114,41 @@ def test_stochastic_rounding_has_the_mean_of_its_input(name):
     assert torch.equal(alike[:2], alike[2:])
 
 
+def test_iq4_nl_takes_the_best_of_sixteen_scales():
+    numbers, x = np.array(IQ4_VALUES), rows()[:40].view(-1, 32).double().numpy()
+    largest = np.take_along_axis(x, abs(x).argmax(1, keepdims=True), 1)
+    best, scale = np.full((len(x), 1), -1.0), np.zeros((len(x), 1))
+    for top in [127, *range(-134, -119)]:
+        q = numbers[abs((top * x / largest)[..., None] - numbers).argmin(-1)]
+        qx, q2 = (x**2 * q * x).sum(1, keepdims=True), (x**2 * q**2).sum(1, keepdims=True)
+        scale, best = np.where(qx**2 / q2 > best, qx / q2, scale), np.maximum(best, qx**2 / q2)
+    nearest = numbers[abs((x / scale)[..., None] - numbers).argmin(-1)]
+    same = TYPES["iq4_nl"].round(rows()[:40]).view(-1, 32).numpy() == nearest * scale.astype(np.float16)
+    assert same.all(1).mean() > 0.99  # nearly equal errors may compare otherwise in fp32
+
+
+def test_unequal_distances_are_those_to_the_next_number():
+    found = TYPES["iq4_nl"].ulp(torch.tensor(2 * IQ4_VALUES).float())
+    assert found.tolist() == 2 * [
+        23,
+        21,
+        18,
+        16,
+        14,
+        13,
+        12,
+        11,
+        12,
+        12,
+        13,
+        15,
+        16,
+        20,
+        24,
+        24,
+    ]  # the last one's: before
+
+
 def test_rows_that_do_not_fit_fall_back_as_in_llama_cpp():
     fallen = {name: TYPES[name].of_width(576).name for name in TYPES if TYPES[name].size == 256}
     assert fallen == {
@@ -167,6 +212,43 @@ def test_a_mix_says_what_each_tensor_gets():
     assert found["q4_0"] == ["q4_0", "q6_k"] and found["q8_0"] == ["q8_0"] and found["q6_k"] == ["q6_k"]
     tied = with_known_layers(llama(tied=True), get_recipe("gguf-q4_k_s"))
     assert tied.layers["model.embed_tokens"].weights is TYPES["q6_k"]
+
+
+@pytest.mark.parametrize(
+    ("mix", "i", "shared", "layers", "experts", "expected"),
+    [
+        ("q2_k", 0, 4, 32, 0, "q4_k"), ("q2_k", 0, 3, 32, 0, "q3_k"), ("q2_k", 0, 8, 80, 0, "q5_k"),
+        ("q3_k_s", 0, 8, 32, 0, "q3_k"), ("q3_k_s", 0, 8, 80, 0, "q5_k"), ("q3_k_s", 0, 1, 80, 0, "q3_k"),
+        ("q3_k_m", 1, 1, 32, 0, "q5_k"), ("q3_k_m", 2, 1, 32, 0, "q4_k"), ("q3_k_l", 31, 1, 32, 0, "q5_k"),
+        ("iq4_nl", 0, 4, 32, 0, "q5_k"), ("iq4_nl", 0, 3, 32, 0, "iq4_nl"),
+        ("q4_k_s", 3, 1, 32, 0, "q5_k"), ("q4_k_s", 4, 1, 32, 0, "q4_k"), ("q4_k_s", 4, 8, 80, 0, "q5_k"),
+        ("q4_k_m", 3, 1, 32, 0, "q6_k"), ("q4_k_m", 4, 1, 32, 0, "q4_k"), ("q4_k_m", 3, 8, 80, 0, "q6_k"),
+        ("q5_k_m", 6, 1, 32, 0, "q6_k"), ("q5_k_m", 7, 1, 32, 0, "q5_k"), ("q6_k", 0, 8, 80, 0, "q6_k"),
+        ("q4_k_m", 4, 4, 32, 8, "q8_0"), ("q4_k_m", 4, 4, 32, 16, "q4_k"),
+    ],
+)  # fmt: skip
+def test_types_of_values_in_each_mix(mix, i, shared, layers, experts, expected):
+    assert of_values(mix, MIXES[mix], i, 32, (shared, layers, experts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("mix", "i", "expected"),
+    [
+        ("q2_k", 31, "q3_k"), ("q3_k_s", 0, "q3_k"), ("q3_k_m", 1, "q5_k"), ("q3_k_m", 2, "q4_k"),
+        ("q3_k_l", 31, "q5_k"), ("iq4_nl", 3, "q5_k"), ("iq4_nl", 4, "iq4_nl"), ("q4_k_s", 3, "q5_k"),
+        ("q4_k_s", 4, "q4_k"), ("q4_k_m", 31, "q6_k"), ("q4_k_m", 4, "q4_k"), ("q5_k_m", 6, "q6_k"),
+        ("q5_k_m", 5, "q5_k"), ("q5_k_s", 0, "q5_k"),
+    ],
+)  # fmt: skip
+def test_types_behind_the_activation_in_each_mix(mix, i, expected):
+    assert of_down(mix, MIXES[mix], i, 32) == expected
+
+
+def test_types_behind_attention_in_each_mix():
+    found = {experts: {mix: of_output(mix, base, experts) for mix, base in MIXES.items()} for experts in (0, 8)}
+    assert found[0] == MIXES | {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k"}
+    more = ("q2_k", "q3_k_s", "q3_k_m", "iq4_nl", "q4_k_s", "q4_k_m")
+    assert found[8] == MIXES | dict.fromkeys(more, "q5_k")
 
 
 def test_a_lowered_model_stores_what_the_mix_says():
