@@ -148,10 +148,11 @@ def test_operands_are_rounded_stochastically_with_the_rest():
     assert mismatch(mean, weights) < 0.2 * mismatch(low_output(low, tokens).float(), exact)
 
 
-def test_weights_alone():
+@pytest.mark.parametrize("name", ["fp8_e4m3_linear", "w8a8-int8", "w8a8-int8@fp32"])
+def test_weights_alone(name):
     model, tokens = Two(), torch.arange(50)[None]
-    low = lower(model, "fp8_e4m3_linear", "weights")
-    x = get_format("bf16").round(model.embedding.weight).float()[tokens]
+    low = lower(model, name, "weights")
+    x = get_recipe(name).kernels.round(model.embedding.weight).float()[tokens]
     for layer in low.model.layers:
         x = layer(x)
     assert torch.equal(low_output(low, tokens), low.model.head(x)) and x.dtype == torch.float32
