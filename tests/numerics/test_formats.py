@@ -123,6 +123,11 @@ def test_rounds_like_the_oracle(format, x):
     assert_same_float(format.round(torch.tensor(x)).item(), round_exactly(x, format))
 
 
+def test_a_format_without_a_dtype_may_have_infinities():
+    format, x = Format("like fp8_e5m2", 8, 3, 2.0**-14, 57344.0), torch.tensor([1.1, -57344, 61439, 61440, -1e9])
+    assert format.storage is None and format.round(x).equal(FORMATS["fp8_e5m2"].round(x))
+
+
 # fp32 is left out: no fp32 number lies between two of its values.
 @pytest.mark.parametrize("format", [f for name, f in FORMATS.items() if name != "fp32"], ids=lambda f: f.name)
 @given(data=st.data())
