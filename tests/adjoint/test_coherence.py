@@ -174,6 +174,11 @@ def test_one_window_names_no_pair():
     assert np.isinf(found.pairs().limit).all() and not found.pairs().matters.any() and np.isnan(found.between()[1])
 
 
+def test_a_model_without_blocks_has_no_bands():
+    found = in_bands(pd.DataFrame({"layer": pd.array([None], "Int64"), "site": "head", "kind": "kernel", "place": 0}))
+    assert found[["layer", "last"]].isna().all(axis=None)
+
+
 def test_what_has_no_known_signs_is_refused(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16", "emulated")
     for estimator in (Adjoint(low), Adjoint(low.stochastic(0), tiny_gpt2, gradients="low")):
