@@ -186,6 +186,17 @@ def test_a_controller_observes_what_observe_does(tiny_gpt2, tiny_tokens, name, e
     assert found.combined.item() == pytest.approx(alone.combined.item(), rel=1e-6)  # the loss adds a pass
 
 
+@pytest.mark.parametrize("transport", ["operator_norm", "power_iteration"])
+def test_a_controller_scores_by_its_estimator(tiny_gpt2, tiny_tokens, transport):
+    estimator, window = Estimator(transport=transport), tiny_tokens[:1]
+    found = Controller(copy.deepcopy(tiny_gpt2), "none", "bf16", estimator).step(window)
+    alone = observe(tiny_gpt2, window, "bf16", estimator)
+    assert found.windows.combined.item() == pytest.approx(alone.windows.combined.item(), rel=1e-4)
+    assert ("branch_jacobian_norm" in found.layers) == (transport == "power_iteration")
+    loss = Monitor(lower(tiny_gpt2, "bf16"))(window, loss=True).windows.loss
+    assert found.windows.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+
+
 def test_a_controller_refuses_norms_with_several_epsilons(tiny_gpt2):
     model = copy.deepcopy(tiny_gpt2)
     model.transformer.h[1].ln_2.eps = 1e-3
