@@ -622,6 +622,14 @@ def test_blocks_without_gates_or_head_norms(format, mixed_qwen3, tiny_tokens):
 # --- Settings, refusals and overflow -------------------------------------------------------------
 
 
+def test_statistics_do_not_depend_on_the_blocks_of_rows(tiny_gpt2, tiny_tokens, monkeypatch):
+    """Here each block is one row, so that every sampled row of probabilities begins a block."""
+    monitor = Monitor(lower(tiny_gpt2, "fp32"))
+    whole = monitor(tiny_tokens).layers
+    monkeypatch.setattr("fragility_numerics.attention.BLOCK_ELEMENTS", 1)
+    pd.testing.assert_frame_equal(monitor(tiny_tokens).layers, whole, rtol=1e-4)
+
+
 def test_epsilon_may_change_between_passes(tiny_gpt2, tiny_tokens):
     monitor = Monitor(lower(tiny_gpt2, "fp32"))
     before = monitor(tiny_tokens)
