@@ -748,7 +748,7 @@ def test_action_table(at_step_1):
 
 def test_thresholds_by_hand():
     rows = rows_of(
-        risk=[1.0, 2.0, 3.0, 4.0, 5.0], dominance=[0.1, 0.2, 0.3, 0.4, 0.5], layernorm_ratio=[0.2, 0.6, 0.4, 3.0, 9.0]
+        risk=[1.0, 2.0, 3.0, 4.0, 5.0], dominance=[0.1, 0.2, 0.3, 0.4, 0.5], layernorm_ratio=[0.2, 0.6, 0.4, 1.0, 9.0]
     )
     policy = choose_thresholds(rows)
     assert (policy.risk_threshold, policy.dominance_threshold) == (3.0, 0.3)
@@ -833,6 +833,7 @@ def test_rows_that_are_not_one_window_are_refused(name, rows, message):
         ("bgss", {"ln_bonus_weight": -1.0}, "ln_bonus_weight .* must be at least 0"),
         ("eps_bump", {"target_ratio": 1.0}, "target_ratio .* must lie strictly between 0 and 1, got 1.0"),
         ("eps_bump", {"monitor_interval": 0}, "monitor_interval .* must be at least 1, got 0"),
+        ("eps_bump", {"epsilon_min": 0.0}, "epsilon_min .* must be positive and at most epsilon_max, got 0.0"),
         ("eps_bump", {"epsilon_min": 1e-1}, "epsilon_min .* must be positive and at most epsilon_max"),
         ("eps_bump", {"epsilon_max": 5e-6}, "epsilon_max .* must be finite, not below the base"),
         ("bgss_printed", {"risk_threshold": -1.0}, "risk_threshold .* must be at least 0 and finite"),
