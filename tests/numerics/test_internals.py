@@ -27,6 +27,14 @@ HIDDEN = {"_stored_as", "_is_stream", "_reference", "_source", "_hf_hook"}
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
 
 
+def test_what_from_pretrained_keeps_in_fp32_depends_on_the_dtype():
+    module = torch.nn.Module()
+    assert internals.names_kept_in_fp32(module, torch.float16) == set()
+    module._keep_in_fp32_modules, module._keep_in_fp32_modules_strict = ["wo"], ["norm"]
+    assert internals.names_kept_in_fp32(module, torch.float16) == {"wo", "norm"}
+    assert internals.names_kept_in_fp32(module, torch.bfloat16) == {"norm"}
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_a_private_name_is_still_there(name):
     """If this fails, the message says what the project needs the name for."""
