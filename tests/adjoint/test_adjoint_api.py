@@ -12,7 +12,7 @@ from transformers import GPT2Config
 
 import fragility_adjoint
 from fragility_adjoint import Adjoint, Choices, Contributions, fused_layers, lower, predict, predictions
-from fragility_adjoint.mixed_precision.budget import parse_budget
+from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget
 from fragility_exports.libraries import compressed_tensors
 from fragility_exports.plan import from_json
 from fragility_numerics.formats import FORMATS
@@ -175,6 +175,20 @@ def test_a_plan_is_exported(known, tmp_path):
 )  # fmt: skip
 def test_budgets_in_words(budget, want):
     assert parse_budget(budget) == want
+
+
+def test_bytes_are_divided_between_schemes_where_weights_have_one():
+    assert mixes_schemes("40 MB", get_recipe("w4a16-g32")) and not mixes_schemes("40 MB", get_recipe("bf16"))
+    assert mixes_schemes("5 bits", get_recipe("bf16")) and not mixes_schemes("2 blocks", get_recipe("w4a16-g32"))
+
+
+def test_schemes_beside_a_mix_are_types_of_single_tensors(monkeypatch):
+    beside = ["ggml-q8_0", "fp32"]
+    monkeypatch.setattr(
+        "fragility_adjoint.mixed_precision.errors.schemes_beside", lambda name: [get_recipe(each) for each in beside]
+    )
+    plan = predict(random_gpt2(TINY), random_tokens(2, 12), "gguf-q8_0", "kl").plan("8.5 bits").plan
+    assert {name for _, name in plan.layers} == {"ggml-q8_0"}
 
 
 @pytest.mark.parametrize("budget", ["", "2.5 blocks", "5 wolves", "bits", "KL", "9" * 400 + " MB", "-1 block"])
