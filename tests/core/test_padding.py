@@ -23,10 +23,11 @@ from transformers import (
 from fragility_adjoint.mixed_precision.bits import predictions
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.targets import TARGETS, Target, logits
-from fragility_core.models.padding import AFTER_PADDING, context_length, require_tokens
+from fragility_core.models.padding import AFTER_PADDING, Group, context_length, require_tokens
 from fragility_core.models.paths import final_hidden
 from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
+from fragility_core.surrogates.observation import in_order
 from fragility_core.theory import mismatch
 from fragility_lab.inputs.offloaded import load_offloaded
 from fragility_lab.measurement.comparison import compare, observe
@@ -210,6 +211,20 @@ def test_counted_positions_that_do_not_fit(target, counted, message):
     model = padding_model("gpt2")
     with pytest.raises(ValueError, match=message):
         Adjoint(lower(model, "bf16"), model, target=target, gradients="low")(TOKENS, counted)
+
+
+def test_a_mask_of_ones_changes_nothing():
+    monitor = Monitor(lower(padding_model("gpt2"), "bf16"))
+    plain, masked = monitor(TOKENS), monitor(TOKENS, attention_mask=torch.ones_like(MASK))
+    assert masked.layers.equals(plain.layers) and masked.scores().windows.equals(plain.scores().windows)
+
+
+def test_rows_of_groups_are_in_the_order_of_windows_and_blocks():
+    alike, depth = [Group([1], 0, 3), Group([0, 2], 1, 3)], 20
+    numbers = [np.arange(len(group.windows)) for group in alike]
+    tables = [pd.DataFrame({"window": n.repeat(depth), "layer": np.tile(range(depth), len(n))}) for n in numbers]
+    found = in_order(alike, tables)
+    assert found.window.tolist() == np.repeat(range(3), depth).tolist() and found.layer.tolist() == 3 * [*range(depth)]
 
 
 def test_a_reference_of_other_windows():
