@@ -214,6 +214,25 @@ def test_a_kept_head_is_not_quantized():
     assert not [place for place in found.index[found > 0] if place[0] == "lm_head" and place[1] != "linear"]
 
 
+@pytest.mark.parametrize(("recipe", "places"), [("bf16", 0), ("ggml-q8_0@bf16", 1)])
+def test_a_kept_embedding_spares_a_scheme_but_no_cast(recipe, places):
+    """Its rows are rounded to the kernels' format in any case."""
+    model = MODELS["llama"]()
+    known = Contributions(model, Adjoint(lower(model, recipe), model, gradients="low")(WINDOW))
+    vanishing = known.vanishing(known.keep(["model.embed_tokens"]))
+    assert known.structure.places[vanishing].module.tolist() == places * ["model.embed_tokens"]
+
+
+def test_a_kept_block_beside_an_fp32_stream_computes_in_fp32_inside():
+    low = apply(random_gpt2(TINY), Plan("bf16", modules=("transformer.h.1",), residual=True), "emulated")
+    seen = []
+    for block in low.model.transformer.h[:2]:
+        block.ln_1.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with torch.no_grad(), low.running():
+        low.model(TOKENS)
+    assert seen == [torch.bfloat16, torch.float32]
+
+
 @pytest.mark.parametrize("modules", ["transformer.h.0", (3,), (None,)])
 def test_modules_of_a_plan_are_paths(modules):
     with pytest.raises(ValueError, match="the modules of a plan must be a tuple of paths, got"):
