@@ -197,6 +197,12 @@ def test_a_controller_scores_by_its_estimator(tiny_gpt2, tiny_tokens, transport)
     assert found.windows.loss.item() == pytest.approx(loss.item(), rel=1e-6)
 
 
+def test_a_controller_sets_the_first_epsilons_at_once(tiny_gpt2):
+    controller = Controller(copy.deepcopy(tiny_gpt2), "static_global", "bf16", static_epsilon=1e-3)
+    for model in (controller.model, controller.shadow.low.model):
+        assert all(norm.eps == 1e-3 for block in model.transformer.h for norm in (block.ln_1, block.ln_2))
+
+
 def test_a_controller_refuses_norms_with_several_epsilons(tiny_gpt2):
     model = copy.deepcopy(tiny_gpt2)
     model.transformer.h[1].ln_2.eps = 1e-3
