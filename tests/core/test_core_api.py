@@ -37,7 +37,7 @@ def test_observe_is_a_monitored_pass_scored(tiny_gpt2, tiny_tokens, monkeypatch)
     assert alone.layers.window.tolist() == layers.window.tolist()
 
 
-def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens):
+def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens, monkeypatch):
     """A tensor, one window, lists, and what a tokenizer returns with its padding."""
     as_lists = tiny_tokens.tolist()
     assert as_windows(as_lists, tiny_gpt2)[0].equal(tiny_tokens)
@@ -49,6 +49,10 @@ def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens):
     short = observe(tiny_gpt2, tiny_tokens[:1, :-3], "bf16").windows
     assert windows.combined[0] == pytest.approx(short.combined[0], rel=1e-3)
     assert windows.mismatch[0] == pytest.approx(short.mismatch[0], rel=1e-3)
+    monkeypatch.setattr("fragility_core.surrogates.observe.BATCH", 1)
+    pd.testing.assert_frame_equal(observe(tiny_gpt2, encoded, "bf16").windows, windows, rtol=1e-2)
+    with pytest.raises(ValueError, match="without padding, got a mask with 0: leave padding away"):
+        Controller(copy.deepcopy(tiny_gpt2), "none").step({"input_ids": tiny_tokens[:1], "attention_mask": mask[:1]})
 
 
 @pytest.mark.parametrize(
