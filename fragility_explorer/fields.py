@@ -12,8 +12,8 @@ from ipywidgets import HTML, Checkbox, Combobox, Dropdown, IntText, Text, ValueW
 
 from fragility_adjoint.mixed_precision.budget import parse_budget
 from fragility_explorer.recipes_in_words import groups
+from fragility_lab.inputs.local import EMBEDDED_TEXTS
 from fragility_lab.inputs.names import EMBEDDED, embedded_checkpoints
-from fragility_lab.inputs.text import EMBEDDED_TEXTS
 from fragility_lab.paths import PROJECT
 
 STYLE, WIDE = {"description_width": "8.5em"}, {"width": "min(98%, 36em)"}

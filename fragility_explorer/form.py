@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ipywidgets import HTML, Button, HBox, Output, VBox
@@ -19,10 +18,8 @@ from fragility_explorer.job import Job
 from fragility_lab.diagnosis.options import text_of
 from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.sections import command
-from fragility_lab.inputs.local import READERS
-from fragility_lab.inputs.names import EMBEDDED, named_as_path
+from fragility_lab.inputs.local import require_text
 from fragility_lab.inputs.stored import require_readable
-from fragility_lab.inputs.text import load_rows
 from fragility_lab.paths import ASSETS, CUSTOM
 from fragility_lab.reporting.html import inline, template
 from fragility_quantization.recipes import PREQUANTIZED
@@ -42,14 +39,11 @@ def refusal(values: Mapping[str, Any]) -> str:
 
 def missing(name: str, value: str) -> str:
     """Why the model or text ``value`` of the option ``name`` cannot be had, as far as that takes no time to know."""
-    path = Path(value)
     try:
-        if name != "data" and value:
+        if name == "data":
+            require_text(value)
+        elif value:
             require_readable(value)
-        known = path.suffix in READERS or not path.is_file()
-        local = path.suffix in READERS or value.startswith(EMBEDDED) or named_as_path(value.partition(":")[0])
-        if name == "data" and not (path.exists() and known) and (local or path.is_file()):
-            load_rows(value)  # which finds nothing to read
     except (ValueError, OSError) as refused:
         return str(refused)
     return ""

@@ -31,6 +31,11 @@ def require_possible(given: dict[str, Any]) -> None:
     names = [name for name in (given.get("model", Options.model), given.get("reference_model")) if name]
     for name in names:
         require_readable(name)  # takes no time
+    from fragility_lab.inputs.local import SMALL, local_rows, require_text
+
+    require_text(data := given.get("data", Options.data))
+    if os.path.isfile(data) and os.path.getsize(data) < SMALL:
+        local_rows(data)
     from fragility_lab.diagnosis.given import require_same_architecture
     from fragility_lab.diagnosis.loading import require_enough
     from fragility_lab.diagnosis.request import Request

@@ -11,23 +11,46 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fragility_lab.inputs.names import PACKED, not_found
+from fragility_lab.inputs.names import EMBEDDED, PACKED, named_as_path, not_found, shortened
+from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
 
+EMBEDDED_TEXTS = {
+    EMBEDDED: [EVALUATION_TEXT],
+    "embedded:training": [TRAINING_TEXT],
+    "embedded:held-back": [EVALUATION_TEXT, TRAINING_TEXT],  # all text that the checkpoints were not trained on
+}
+SMALL = 2**26  # bytes of a text that is read in a second
 MARKS = {codecs.BOM_UTF8: "UTF-8 with a mark", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
+def require_text(data: str) -> None:
+    """Raises OSError or ValueError for ``data`` that ``text.load_rows`` refuses, as far as a glance at it tells."""
+    suffix = Path(data).suffix
+    if data in EMBEDDED_TEXTS:
+        return
+    if data.startswith(EMBEDDED):
+        raise ValueError(f"the embedded texts are {', '.join(EMBEDDED_TEXTS)}, got {shortened(data)}")
+    if os.path.isfile(data):
+        if suffix not in READERS:
+            raise ValueError(f"a text file must end in one of {', '.join(READERS)}, got {data!r}: rename or convert it")
+        if os.path.getsize(data) == 0:
+            raise ValueError(f"data must hold text, but {data} is empty: point DATA= at another file")
+        if suffix != ".parquet":
+            require_utf8(data)
+    elif suffix in READERS or not os.path.isdir(data):
+        if suffix not in READERS and (data.count(":") > 2 or "::" in data):
+            raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
+        if suffix in READERS or named_as_path(data.partition(":")[0]):
+            what = "it is no file: a pipe cannot be read twice" if os.path.exists(data) else "there is no such file"
+            raise not_found("text", data, FileNotFoundError(what))
+
+
 def local_rows(file: str) -> list[str]:
-    """The rows of ``file``, one of READERS by its suffix. Raises OSError if there is none, and ValueError if it
-    is empty, in another encoding than UTF-8, or without a column ``text`` of strings.
+    """The rows of ``file``, one of READERS by its suffix.
+
+    Raises ValueError if it is in another encoding than UTF-8, or has no column ``text`` of strings.
     """
-    if not os.path.isfile(file):
-        what = "it is no file: a pipe cannot be read twice" if os.path.exists(file) else "there is no such file"
-        raise not_found("text", file, FileNotFoundError(what))
-    if os.path.getsize(file) == 0:
-        raise ValueError(f"data must hold text, but {file} is empty: point DATA= at another file")
     suffix = Path(file).suffix
-    if suffix != ".parquet":
-        require_utf8(file)
     try:
         columns = READERS[suffix](Path(file))
     except UnicodeDecodeError as cause:

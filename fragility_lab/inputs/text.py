@@ -15,15 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fragility_lab.inputs import hub
 from fragility_lab.inputs.checkpoints import quiet_loading
-from fragility_lab.inputs.local import READERS, local_rows, paragraphs
-from fragility_lab.inputs.names import EMBEDDED, named_as_path, not_found, shortened
-from fragility_lab.paths import EVALUATION_TEXT, TRAINING_TEXT
-
-EMBEDDED_TEXTS = {
-    EMBEDDED: [EVALUATION_TEXT],
-    "embedded:training": [TRAINING_TEXT],
-    "embedded:held-back": [EVALUATION_TEXT, TRAINING_TEXT],  # all text that the checkpoints were not trained on
-}
+from fragility_lab.inputs.local import EMBEDDED_TEXTS, READERS, local_rows, paragraphs, require_text
+from fragility_lab.inputs.names import not_found
 
 
 def load_rows(data: str) -> list[str]:
@@ -32,19 +25,11 @@ def load_rows(data: str) -> list[str]:
     Local files are .txt (a row per line), or .jsonl, .json, .csv and .parquet with a column ``text``. Raises OSError if
     the data is not found, and ValueError for another kind of file or one without text.
     """
-    if data.startswith(EMBEDDED) and data not in EMBEDDED_TEXTS:
-        raise ValueError(f"the embedded texts are {', '.join(EMBEDDED_TEXTS)}, got {shortened(data)}")
+    require_text(data)
     if data in EMBEDDED_TEXTS:
         return [row for path in EMBEDDED_TEXTS[data] for row in paragraphs(path)]
     if Path(data).suffix in READERS:
         return local_rows(data)
-    if os.path.isfile(data):
-        raise ValueError(f"a text file must end in one of {', '.join(READERS)}, got {data!r}: rename or convert it")
-    if not os.path.isdir(data):
-        if data.count(":") > 2 or "::" in data:
-            raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
-        if named_as_path(data.partition(":")[0]):
-            raise not_found("text", data, FileNotFoundError("there is no such file"))
     with quiet_loading():
         rows = _load_from_hub(*([data] if os.path.isdir(data) else data.split(":")))
     if "text" not in rows.column_names:

@@ -193,11 +193,12 @@ def test_a_run_that_fails_says_why_and_leaves_the_form_usable(results):
     assert not form.button.disabled and form.stopping.disabled
 
 
-def test_a_refusal_of_the_check_is_told_without_the_name_of_the_command(results):
+def test_a_refusal_of_the_check_is_told_without_the_name_of_the_command(results, tmp_path):
     """The run's process ends with the message of such an error, as that of the test above does."""
-    request = replace(SMALL, data="nobody:a:b:c")
-    assert refused(Form(request, results)) == {}, "the hub is asked by the run alone"
-    with pytest.raises(ValueError, match=r"^a text of the hub is name\[:config\[:split\]\]"):
+    (tmp_path / "a.jsonl").write_text('{"words": "a"}\n')
+    request = replace(SMALL, data=str(tmp_path / "a.jsonl"))
+    assert refused(Form(request, results)) == {}, "a text is read by the run alone"
+    with pytest.raises(ValueError, match='^data must have a column "text"'):
         job.main([f"{results}-custom", json.dumps(asdict(request))])
 
 

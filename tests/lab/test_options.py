@@ -144,6 +144,25 @@ def test_an_interrupt_of_the_check_is_one_line(monkeypatch, capsys):
     assert stopped.value.code == 130 and not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.txt", None, "cannot load the text .*there is no such file"),
+        ("a.txt", "", "data must hold text, but .* is empty"),
+        ("a.md", "text", "a text file must end in one of"),
+        ("a.jsonl", '{"words": "a"}', 'data must have a column "text"'),
+        ("a.json", "{", "must be readable as .json"),
+        ("embedded:nothing", None, "the embedded texts are"),
+    ],
+)
+def test_the_check_refuses_a_text_before_a_kernel_starts(tmp_path, name, content, line):
+    path = name if name.startswith("embedded") else str(tmp_path / name)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit, match=f"^make diagnose: {line}"):
+        make_diagnose.main(["--check", f"DATA={path}"])
+
+
 def test_a_value_of_another_type_is_refused():
     """Papermill gives text for what is none, such as ``-r weights_only yes``."""
     with pytest.raises(ValueError, match="weights_only must be of type bool, got 'yes'"):
