@@ -265,12 +265,14 @@ def require_plain_torch() -> None:
 
 
 def require_module(model: object) -> None:
-    """Raises TypeError unless ``model`` is a module of torch."""
+    """Raises TypeError unless ``model`` is a module of torch, and for one that torch.ao quantized."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"a model is lowered, got a {type(model).__name__}, {model!r:.60}: load it first, with "
             "AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32)"
         )
+    if packed := [path for path, each in model.named_modules() if type(each).__module__.startswith("torch.ao.")]:
+        raise TypeError(f"a model is lowered from fp32, got {packed[0]} quantized by torch.ao: load the original")
 
 
 def as_format(name: str | NumberFormat | torch.dtype) -> NumberFormat:

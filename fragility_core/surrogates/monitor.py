@@ -177,6 +177,7 @@ class Monitor:
     any time. The model itself stays as it is: hooks and the observed attention are there during a pass only.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, low: LowPrecision, power_iteration: bool = False):
         """``power_iteration`` also measures ||J_f||_2 of every block (Appendix A.7 (`app:estimation`), option i).
 

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import TINY, random_gpt2
-from transformers import BatchEncoding, GPT2Config, T5Config, T5ForConditionalGeneration
+from tiny import TINY, random_gpt2, random_model
+from transformers import BatchEncoding, GPT2Config, LlamaConfig, T5Config, T5ForConditionalGeneration
 
 import fragility_core
 from fragility_adjoint.mixed_precision import Plan, apply
@@ -291,6 +291,15 @@ def test_formats_are_known_by_torch_s_names_too(tiny_gpt2):
     for recipe, error in (("w8a8-int8", ValueError), (RECIPES["w8a8-int8"], TypeError)):
         with pytest.raises(error, match="fragility_adjoint.lower takes recipes"):
             lower(tiny_gpt2, recipe)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao says that it is old
+def test_a_model_that_torch_quantized_is_refused(tiny_tokens):
+    llama = random_model(LlamaConfig(vocab_size=101, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                     num_attention_heads=4, num_key_value_heads=2))  # fmt: skip
+    packed = torch.ao.quantization.quantize_dynamic(llama, {torch.nn.Linear}, dtype=torch.qint8).eval()
+    with pytest.raises(TypeError, match=r"lowered from fp32, got .* quantized by torch.ao: load the original"):
+        observe(packed, tiny_tokens, "bf16")
 
 
 def test_torch_must_compute_as_it_is_told(tiny_gpt2, tiny_tokens):

@@ -760,7 +760,9 @@ def test_inference_mode_changes_nothing(tiny_gpt2, tiny_tokens):
     expected = monitor(tiny_tokens)
     with torch.inference_mode():
         found = monitor(tiny_tokens)
+        anew = Monitor(monitor.low)(tiny_tokens)
     pd.testing.assert_frame_equal(found.layers, expected.layers)
+    pd.testing.assert_frame_equal(anew.layers, expected.layers)
 
 
 @pytest.mark.parametrize(
