@@ -59,9 +59,7 @@ class PassRecord:
     def write(self, layer: int, **values: Tensor) -> None:
         """Keep ``values`` of block ``layer``. Values named ``*_norm`` are norms of segments, (B, segments)."""
         for name, value in values.items():
-            if layer in self.small.setdefault(name, {}):
-                raise ValueError(f"the score needs a model that runs each block once a pass, got block {layer} again")
-            self.small[name][layer] = value
+            self.small.setdefault(name, {})[layer] = value
 
     def allocate(self, layer: int, name: str, *shape: int, like: Tensor) -> Tensor:
         """Zeros of ``shape`` and of the dtype of ``like``, for a large value of block ``layer`` to be written to.
@@ -126,6 +124,8 @@ class AttentionStatistics:
         self.paused, self.scaling, self.allocate = paused, scaling, allocate
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+        if hasattr(self, "rows"):
+            raise ValueError("the score needs a model that runs each block once a pass, got one that runs again")
         batch, heads, rows, _ = query.shape
         self.rows = reductions.sampled_rows(rows)
         self.scored, self.weighted = list[Tensor](), list[Tensor]()  # norms of segments, of scores and probabilities
