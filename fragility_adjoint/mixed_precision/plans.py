@@ -142,8 +142,7 @@ def protect(low: Low, model: nn.Module, plan: Plan, tokens: Tensor | None = None
     compute_dtype = torch.float32 if low.weights_only else low.format.compute_dtype
     # Outputs that are not cast back: the stream, if it is kept, and the logits, which nothing follows.
     fp32_outputs = {*head_paths(model), *(plan.residual * [*embedding_paths(model), *block_paths(model)])}
-    if tokens is None:
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device) if tokens is None else tokens
     returned = dtypes_of(plan.modules, low, tokens)  # some models keep the stream in fp32 themselves
     fp32_outputs |= {path for path, dtypes in returned.items() if {*dtypes} == {torch.float32}}
     if plan.residual:
@@ -176,8 +175,9 @@ def require_modules(model: nn.Module, paths: Collection[str]) -> None:
 
 def require_own(model: nn.Module, paths: Collection[str]) -> None:
     """Raises ValueError if a module with parameters is inside of those at ``paths``, and of others as well."""
+    roots = {*map(model.get_submodule, paths)}
     every = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if [*m.parameters()]]
-    kept = [path for path, module in every if module in map(model.get_submodule, paths)]
+    kept = [path for path, module in every if module in roots]
     inside = {module: path for path, module in every if any(within(path, p) for p in kept)}
     for path, module in every:
         if module in inside and not any(within(path, p) for p in kept):

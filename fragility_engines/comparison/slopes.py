@@ -155,7 +155,7 @@ class Directions:
         return packed(self.model, [len(each.tokens) for each in self.sequences], begin_rows(gap))
 
     def in_one_block(self, found: Sequence[Slope]) -> list[Suspect]:
-        """The suspects of single blocks. Their like for all blocks explains a part of the gap, as ``found``."""
+        """The suspects of single blocks whose like for all blocks explains a part of the gap, by slopes ``found``."""
         along = [each.suspect.name for each in found if each.certain and each.share > ALONG][:BLOCKWISE]
         return [each for path in block_paths(self.model) for each in in_one_block(self.model, path, along)]
 

@@ -226,7 +226,7 @@ def read(path: str | Path) -> list[Scored]:
     """All sequences of the file at ``path``. Raises OSError, and ValueError with the line for what cannot be read."""
     found: list[Scored] = []
     if Path(path).exists() and not Path(path).is_file():
-        raise ValueError(f"a log must be a file, which is read twice, got the folder or pipe {path}: give a file of it")
+        raise ValueError(f"a log is read twice and must be a file, got the folder or pipe {path}: give a file")
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -151,7 +151,7 @@ def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(tmp_path):
         read(path)
     os.mkfifo(tmp_path / "pipe.jsonl")
     for other in (tmp_path, tmp_path / "pipe.jsonl"):
-        with pytest.raises(ValueError, match="a log must be a file, which is read twice, got the folder or pipe"):
+        with pytest.raises(ValueError, match="a log is read twice and must be a file, got the folder or pipe"):
             read(other)
     path.write_bytes(json.dumps(FORMS["plain"]).encode("utf-8-sig"))
     assert read(path)[0].tokens.tolist() == TOKENS
