@@ -30,7 +30,8 @@ def agreement(models: Mapping[str, Tables]) -> pd.DataFrame:
     found = []
     for label, tables in models.items():
         runs, signals = tables["x1_runs"], tables["e2_signals"].set_index("signal").pearson
-        row = {"model": label, "score": signals.combined, "predicted": runs.adjoint_pearson.mean()}
+        row = {"model": label, "score": runs.combined_pearson.mean(), "predicted": runs.adjoint_pearson.mean()}
+        row["score_of_all"] = signals.combined  # windows: X1 has fewer of real models
         found.append(row | {"off": (runs.mean_ratio - 1).abs().max(), "real": "3 M" not in label})
     return pd.DataFrame(found)
 

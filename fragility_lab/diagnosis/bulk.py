@@ -66,6 +66,7 @@ def of_bulk(diagnosis: Diagnosis, known: dict) -> dict:
             for row in tail.itertuples()
         ],
         "times": TAIL,
+        "what": "KL" if column == "kl" else "squared error",
         "images": {"positions": uri(figures_diagnosis.positions(points(by_token, column), column))},
     }  # fmt: skip
 

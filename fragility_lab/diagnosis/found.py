@@ -106,8 +106,8 @@ class Diagnosis:
     sentence: dict[str, Any] | str | None = None
 
     def text(self, token: int) -> str:
-        """The text of a ``token``, in quotes; its number where the tokenizer is not known."""
-        return f"token {token}" if self.tokenizer is None else repr(self.tokenizer.decode(token))
+        """The text of a ``token`` in quotes, its spaces to be seen; its number where the tokenizer is not known."""
+        return f"token {token}" if self.tokenizer is None else repr(self.tokenizer.decode(token)).replace(" ", "␣")
 
     def spelled(self, token: int) -> str:
         """The text of a ``token`` among others; its number where the tokenizer is not known."""

@@ -29,6 +29,7 @@ suppress_warnings = ["myst.xref_missing", "toc.not_included"]  # other pages are
 revealjs_style_theme = "white"
 revealjs_static_path = ["_static"]
 revealjs_css_files = ["slides.css"]
+revealjs_js_files = ["fit.js"]
 revealjs_script_plugins = [{"name": "RevealNotes", "src": "revealjs/plugin/notes/notes.js"}]
 revealjs_script_conf = {
     "hash": True, "slideNumber": "c/t", "center": False, "width": 1280, "height": 720, "margin": 0.03,

@@ -61,7 +61,7 @@
       const bar = make("rect", { x, y, width: size, height: height - 3, class: side });
       bar.append(make("title", {}, `${name}: ${r.adds.toFixed(3)} logits`));
       svg.append(bar, make("text", { x: 0, y: y + 10 }, name));
-      svg.append(make("text", { x: Math.max(x + size, zero) + 4, y: y + 10 }, (Math.abs(r.adds) < 0.005 ? 0 : r.adds).toFixed(2).replace("-", "−")));
+      svg.append(make("text", { x: Math.max(x + size, zero) + 4, y: y + 10 }, (Math.abs(r.adds) < 5e-4 ? 0 : r.adds).toFixed(3).replace("-", "−")));
     });
     svg.append(make("line", { x1: zero, x2: zero, y1: 0, y2: rows.length * height + 4 }));
     return make("figure", {}, make("figcaption", {}, caption), svg);
@@ -80,7 +80,7 @@
     const before = (current().prompt + joined(current().words.slice(0, change.word))).slice(-60);
     const where = make("p", {}, "… " + before.slice(before.indexOf(" ") + 1) + " ", make("b", {}, "?"));
     if (change.fp32 === undefined) {
-      return [where, make("p", {}, `fp32 says ${wanted}, ${recipe.name} says ${said}. Causes were computed for the first changed words only, and not where words are level or numbers overflow.`)];
+      return [where, make("p", {}, `fp32 says ${wanted}, ${recipe.name} says ${said}. Its causes were not computed: that is done for the first changed words, where memory holds both passes and numbers neither tie nor overflow.`)];
     }
     const error = change.fp32 - change.low;
     const end = change.low ? `${said} wins by ${logits(change.low)}` : `the two are level: ${said} comes first in the vocabulary`;
