@@ -45,14 +45,14 @@ def positions(gap: Gap) -> Axes:
 
 @style()
 def verdicts(table: pd.DataFrame) -> Axes:
-    """Observed over predicted RMS of engines with known truth, with its interval, a line each (``proving``)."""
+    """Observed over predicted RMS of engines with known truth, its interval and verdict, a line each (``proving``)."""
     table = table.sort_values(["harmless", "ratio"], ascending=[False, False]).reset_index(drop=True)
     axes = canvas(6.4, 0.2 * len(table) + 1.0)
     axes.axvspan(LESS, MORE, color="0.9", zorder=0)
-    for right, colour, label in ((True, COLOURS[0], "verdict is right"), (False, COLOURS[1], "verdict is wrong")):
-        rows = table[(table.right == right) & (table.ratio > LEAST)]
-        ends = [rows.ratio - rows.low, rows.high - rows.ratio]
-        axes.errorbar(rows.ratio, rows.index, xerr=ends, fmt="o", color=colour, label=label, markersize=4)
+    for (wrong, verdict), rows in table[table.ratio > LEAST].groupby([~table.right, "verdict"]):
+        ends, label = [rows.ratio - rows.low, rows.high - rows.ratio], f"{verdict}: {'wrong' if wrong else 'right'}"
+        form, colour = {"more": ">", "less": "<"}.get(verdict, "o"), COLOURS[int(wrong)]
+        axes.errorbar(rows.ratio, rows.index, xerr=ends, fmt=form, color=colour, label=label, markersize=5)
     axes.set_yticks(table.index, table.engine, fontsize=7)
     axes.set(xscale="log", ylim=(len(table) - 0.5, -0.5))
     axes.axhline(table.harmless.sum() - 0.5, **DASHED)
@@ -61,5 +61,5 @@ def verdicts(table: pd.DataFrame) -> Axes:
         axes.text(*place, told, transform=axes.get_yaxis_transform(), va=side, fontsize="small")
     plain_log_ticks(axes.xaxis)
     left_out = "\n(no point: no change at all)" * bool((table.ratio <= LEAST).any())
-    title = "X3: grey is what rounding explains" + left_out
+    title = "X3: grey is what rounding explains, unless a cause is named" + left_out
     return finished(axes, "observed / predicted change of log-probabilities (RMS)", None, title, inside=True)
