@@ -250,13 +250,12 @@ def undecided(gap: Gap, found: Sequence[Slope]) -> bool:
 
 
 def unexplained(gap: Gap, found: Sequence[Slope], share: float) -> bool:
-    """True if ``gap`` is more than rounding, and no suspect that was ``found`` explains this ``share`` of the rest.
-
+    """True if ``gap`` or a slope is more than rounding, and nothing that was ``found`` explains this ``share`` of it.
     What reads the same logits is exact: it needs CLEAR alone where it is linear, as in a temperature, and else WHOLE.
     """
     verdict = judge(gap, found)
     if verdict.kind != "more" or verdict.cause is None:
-        return verdict.kind == "more"
+        return verdict.kind == "more" or (verdict.kind == "few" and any(each.certain for each in found))
     if verdict.cause.suspect.same_pass:
         share = min(share, CLEAR) if verdict.cause.suspect.slope else max(share, WHOLE)
     return not verdict.cause.full or verdict.cause.share <= share * beyond(verdict.ratio[0])

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from tiny import random_model, random_tokens
 from transformers import LlamaConfig
 
 from fragility_adjoint.predictor import Adjoint
+from fragility_engines.comparison import verdict
 from fragility_engines.comparison.compare import explained
 from fragility_engines.comparison.eager import as_eager
 from fragility_engines.comparison.gap import Gap, pooled
@@ -607,3 +609,14 @@ def test_a_plain_format_that_is_coarser_than_said_is_named(stored):
     found, further = explained(gap, Directions(model, log, suspects(model, Facts.of(log, 0))))
     verdict = judge(gap, [*found, *further])
     assert verdict.kind == "more" and verdict.cause.suspect.name == "the recipe bf16 in place of fp16", verdict.line
+
+
+def test_a_certain_slope_asks_for_more_where_the_interval_is_too_wide(monkeypatch):
+    """RoPE of 0.8 times its base: 1.49 times the predicted change, from 1.248 on, with a slope along half of the base."""
+    few = verdict.Verdict("few", (1.49, 1.248, 1.78), needed=8)
+    monkeypatch.setattr(verdict, "judge", lambda gap, found: few)
+    certain, other = SimpleNamespace(certain=True), SimpleNamespace(certain=False)
+    assert verdict.unexplained(None, [other, certain], 0.8)
+    assert not verdict.unexplained(None, [other], 0.8)
+    few = verdict.Verdict("rounding", (1.1, 1.0, 1.2))
+    assert not verdict.unexplained(None, [certain], 0.8)
