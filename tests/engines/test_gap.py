@@ -612,7 +612,7 @@ def test_a_plain_format_that_is_coarser_than_said_is_named(stored):
 
 
 def test_a_certain_slope_asks_for_more_where_the_interval_is_too_wide(monkeypatch):
-    """RoPE of 0.8 times its base: 1.49 times the predicted change, from 1.248 on, and a slope along half of the base."""
+    """RoPE of 0.8 times its base: 1.49 times the predicted change, from 1.248 on, and a slope along half the base."""
     few = verdict.Verdict("few", (1.49, 1.248, 1.78), needed=8)
     monkeypatch.setattr(verdict, "judge", lambda gap, found: few)
     certain, other = SimpleNamespace(certain=True), SimpleNamespace(certain=False)
