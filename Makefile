@@ -27,7 +27,7 @@ STALE =
 SCHEDULER =
 FOLDER =
 # The names of all that the command line gives: `make diagnose` finds its options among them.
-export FRAGILITY_GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(filter command%,$(origin $(name))),$(name))))
+export override FRAGILITY_GIVEN := $(strip $(foreach name,$(.VARIABLES),$(if $(filter command%,$(origin $(name))),$(name))))
 # A dollar sign in a value of the command line or the environment is no variable or function of make. Commands see both.
 $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIABLES)),\
     $(if $(filter command% environment%,$(origin $(name))),\
@@ -35,7 +35,7 @@ $(foreach name,$(filter-out %MAKEFLAGS MFLAGS MAKELEVEL MAKEFILES SHELL,$(.VARIA
 # $(call quoted,text) is one word of the shell, whatever the text holds.
 quoted = '$(subst ','\'',$(1))'
 # All variables here are in capitals: nobody would read windows=1.
-LOWER := $(if $(FRAGILITY_GIVEN),$(shell printf '%s\n' $(foreach name,$(FRAGILITY_GIVEN),$(call quoted,$(name))) | grep '^[a-z]'))
+override LOWER := $(if $(FRAGILITY_GIVEN),$(shell printf '%s\n' $(foreach name,$(FRAGILITY_GIVEN),$(call quoted,$(name))) | grep '^[a-z]'))
 $(if $(LOWER),$(error the variables of make are in capitals, got $(LOWER)))
 export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST CHECKPOINT RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER FOLDER
 # STALE=keep takes finished runs of other code or other versions as they are.

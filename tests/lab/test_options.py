@@ -123,7 +123,7 @@ def test_make_refuses_a_variable_that_looks_like_an_option_only():
 @pytest.mark.parametrize("target", ["diagnose", "compare", "reproduce"])
 def test_make_refuses_variables_that_are_not_in_capitals(target):
     """make would take them for its own, and the command would run without them."""
-    command = ["make", "--dry-run", target, "windows=1", "WINDOWS=2", "model=x y"]
+    command = ["make", "--dry-run", "--no-print-directory", target, "windows=1", "WINDOWS=2", "model=x y"]
     refused = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and not refused.stdout
     assert re.search(r"the variables of make are in capitals, got (windows model|model windows)\.", refused.stderr)
