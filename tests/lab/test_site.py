@@ -150,7 +150,7 @@ def test_tables_of_engines_are_those_of_the_committed_ones(name, monkeypatch):
     page, file, _ = engine_tables.TABLES[name]
     expected = engine_tables.written(name)
     lines = expected.splitlines()
-    assert len(lines) > 2 and len({line.count("|") for line in lines}) == 1
+    assert len(lines) > (2 if name == "seconds of runs" else 5) and len({line.count("|") for line in lines}) == 1
     assert f"<!-- {name}: make docs -->\n\n{expected}\n" in (PROJECT / "docs" / page).read_text(encoding="utf-8")
     having = [
         each
