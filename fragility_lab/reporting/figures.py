@@ -21,7 +21,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fragility_lab.paths import ASSETS
 from fragility_lab.reporting.html import data_uri
@@ -111,21 +111,24 @@ def finished(
 
 
 def plain_log_ticks(axis: Axis) -> None:
-    """Set ticks at 1, 2 and 5 times powers of ten, written out; fewer over a wide range, more where one is left."""
+    """Set ticks at 1, 2 and 5 times powers of ten; fewer over a wide range, more where one is left.
+
+    Numbers are written out below 10,000, and end in k and M above.
+    """
     low, high = axis.get_view_interval()
     powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
 
     def inside(subs: tuple[int, ...]) -> int:
         return sum(low <= sub * power <= high for sub in subs for power in powers)
 
-    long = high >= 1e6 or low < 1e-3  # 1e+07 and 0.002
+    long = low < 1e-3  # 0.0002
     if high >= 100 * low or (long and inside((1,)) >= 2):
         subs: tuple[int, ...] = (1,)
     else:
         subs = (1, 2, 5) if inside((1, 2, 5)) >= 2 else tuple(range(1, 10))
     # LogLocator alone would fill a narrow range with long numbers.
     axis.set_major_locator(LogLocator(subs=subs) if inside(subs) >= 2 or len(subs) < 9 else MaxNLocator(3))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_major_formatter(lambda x, _: f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1e3:g}k" if x >= 1e4 else f"{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 

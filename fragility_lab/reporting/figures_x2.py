@@ -77,17 +77,20 @@ def x2_layers(layers: pd.DataFrame) -> Axes:
 
 @style()
 def x2_plans(plans: pd.DataFrame) -> Axes:
-    """KL over bits a weight: predicted as lines, measured as points, beside random choices."""
+    """KL over bits a weight: predicted as lines, measured as points, beside random choices.
+
+    A ladder of schemes is named by its smallest.
+    """
     axes = canvas(6.4, 4.4)
     best = plans[plans.chosen_by == "prediction"]
     chance = plans[plans.chosen_by == "chance"]
-    axes.plot(chance.bits, chance.measured, "x", color="0.6", ms=4, label="chance, measured")
+    axes.plot(chance.bits, chance.measured, "x", color="0.6", ms=4, label="random choice")
     for colour, (schemes, rows) in zip(COLOURS, best.groupby("schemes", sort=False)):
-        axes.plot(rows.bits, rows.predicted, color=colour, label=f"{schemes.split()[0]} …, predicted")
-        axes.plot(rows.bits, rows.measured, "o", color=colour, ms=4, label="measured")
+        axes.plot(rows.bits, rows.predicted, color=colour)
+        axes.plot(rows.bits, rows.measured, "o", color=colour, ms=4, label=f"{schemes.split()[0]} and larger")
     axes.set(yscale="log")
     axes.legend(fontsize="x-small")
-    return finished(axes, "bits a weight", "KL (nats a token)", "X2: plans, predicted and measured")
+    return finished(axes, "bits a weight", "KL (nats a token)", "X2: plans (line: predicted, dot: measured)")
 
 
 # --- Rivals ----------------------------------------------------------------------

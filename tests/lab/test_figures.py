@@ -225,7 +225,7 @@ def test_x2_rivals_has_one_scale_and_names_lines_where_they_are_apart():
         (0.004, 0.04, [0.005, 0.01, 0.02]),
         (0.007, 0.016, [0.007, 0.008, 0.009, 0.01]),  # 0.01 alone would not say how long a decade is
         (0.001, 0.2, [0.001, 0.01, 0.1]),
-        (6e6, 2.4e8, [1e7, 1e8]),  # long numbers would overlap
+        (6e6, 9e8, [1e7, 1e8]),
         (6e-4, 0.03, [0.001, 0.01]),
     ],
 )
@@ -234,6 +234,14 @@ def test_ticks_of_logarithms_are_few_but_two(low, high, shown):
     axes.set(xscale="log", xlim=(low, high))
     figures.plain_log_ticks(axes.xaxis)
     assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(shown)
+
+
+def test_large_numbers_are_short_on_a_logarithmic_axis():
+    axes = figures.canvas()
+    axes.set(xscale="log", xlim=(4e3, 2.5e6))
+    figures.plain_log_ticks(axes.xaxis)
+    write = axes.xaxis.get_major_formatter()
+    assert [write(x) for x in (5e3, 1e4, 2e5, 2e6)] == ["5000", "10k", "200k", "2M"]
 
 
 def test_the_style_is_that_of_seaborn():
