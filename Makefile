@@ -142,7 +142,7 @@ realisation: $(ENVIRONMENT)  ## E5's first eight seeds under another realisation
 
 .PHONY: diagnose
 diagnose: $(ENVIRONMENT)  ## how a model drifts by RECIPE= or from REFERENCE_MODEL=, in TARGET=; what to do for BUDGET=
-	@$(PYTHON) -m fragility_lab.diagnosis --profile "$$PROFILE" $(if $(GIVEN_RESULTS)$(MODEL)$(DATA),--results "$$RESULTS")
+	@$(PYTHON) -m fragility_lab.diagnosis --profile "$$PROFILE" $(if $(GIVEN_RESULTS),--results "$$RESULTS")
 
 .PHONY: explorer
 explorer: $(ENVIRONMENT)  ## one HTML file in which anyone tries plans for the embedded model, without Python

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from fragility_lab.diagnosis.options import Options, text_of
-from fragility_lab.inputs.names import local
+from fragility_lab.inputs.names import EMBEDDED, embedded_checkpoints, local
 from fragility_lab.inputs.stored import require_readable
 from fragility_lab.paths import CUSTOM, require_folder_name
 
@@ -54,6 +54,14 @@ def require_possible(given: dict[str, Any]) -> None:
         load_tokenizer(names[0])  # takes a fraction of a second; that of a GGUF file is converted, which takes longer
 
 
+def results_of(profile: str, given: Mapping[str, Any]) -> str:
+    """The folder of the results with options ``given``: another embedded checkpoint has one, as the profile does."""
+    model = given.get("model", "")
+    if profile == EMBEDDED and model in embedded_checkpoints():
+        return model + CUSTOM * (len(given) > 1)
+    return profile + CUSTOM * bool(given)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m fragility_lab.diagnosis",
@@ -70,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         given = Options.parsed(words)
         Options(**given)
-        results = asked.results or asked.profile + CUSTOM * bool(given)
+        results = asked.results or results_of(asked.profile, given)
         require_folder_name(results)
         if asked.check:
             require_possible(given)

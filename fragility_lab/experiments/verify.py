@@ -91,7 +91,8 @@ def beside(committed: pd.DataFrame, computed: pd.DataFrame) -> pd.DataFrame:
         pd.DataFrame({"column": name, "computed": both[name], "committed": both[f"{name}_committed"]})
         for name in numbers
     ]
-    return pd.concat(pairs, ignore_index=True).dropna().astype({"computed": float, "committed": float})
+    both = dict.fromkeys(("computed", "committed"), float)
+    return pd.concat(pairs, ignore_index=True).dropna(subset=[*both], how="all").astype(both)
 
 
 def judged(name: str, pairs: pd.DataFrame) -> tuple[str, bool]:

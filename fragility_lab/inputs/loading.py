@@ -116,12 +116,17 @@ def settings_of(config: PreTrainedConfig) -> str:
 
 
 def digest(model: PreTrainedModel, stream: Tensor, opening: Opening = PLAIN, settings: str = "") -> str:
-    """Sixteen hexadecimal digits that identify weights, ``settings``, token stream and opening, not their source."""
+    """Sixteen hexadecimal digits that identify weights, ``settings``, token stream and opening, not their source.
+
+    Buffers count as weights if files have them, as the biases of experts in DeepSeek-V3 are.
+    """
     sha = hashlib.sha256(stream.numpy().tobytes() + settings.encode())
     sha.update(torch.tensor(opening.ids, dtype=stream.dtype).numpy().tobytes())
-    for name, parameter in model.named_parameters():
+    stored = model.state_dict(keep_vars=True)
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    for name, values in (*model.named_parameters(), *buffers):
         sha.update(name.encode())
-        sha.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+        sha.update(values.detach().cpu().contiguous().numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
@@ -133,7 +138,9 @@ def require_at_least(least: int, **values: int) -> None:
 
 
 def require_values(**axes: Sequence) -> None:
-    """Raises ValueError for an axis of a grid without a value."""
+    """Raises ValueError for an axis of a grid without a value, or with a value twice."""
     for name, values in axes.items():
         if not values:
             raise ValueError(f"{name} must name at least one value, got none")
+        if len({*values}) < len(values):
+            raise ValueError(f"{name} must name each value once, got {[*values]}")

@@ -274,7 +274,7 @@ def e3_fidelity(runs: pd.DataFrame) -> Axes:
     axes, points = canvas(6.4, 3.2), {"palette": "colorblind", "dodge": True, "jitter": False, "size": 6}
     sns.stripplot(table, x="value", y="measure", hue="window length", ax=axes, **points)
     layers = runs.layers.mean()
-    for row, chance in enumerate((0, 0.5, 1 / layers, 3 / layers, 5 / layers)):
+    for row, chance in enumerate((0, 0.5, 1 / layers, min(1, 3 / layers), min(1, 5 / layers))):
         axes.plot([chance, chance], [row - 0.4, row + 0.4], **DASHED | {"linewidth": 2})
     axes.set_yticks(range(len(FIDELITY)), FIDELITY.values())
     return finished(axes, "value in a run (dashed: chance)", None, "E3: fidelity of the score")

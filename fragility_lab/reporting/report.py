@@ -14,7 +14,7 @@ from fragility_lab import paths
 from fragility_lab.inputs.names import EMBEDDED, embedded_checkpoints
 from fragility_lab.paths import CUSTOM
 from fragility_lab.reporting.html import data_uri, template
-from fragility_lab.reporting.tables import Tables, cells, duration, number, policy_summary, shown
+from fragility_lab.reporting.tables import Tables, cells, duration, number, policy_summary, read_table, shown
 from fragility_lab.reporting.verdicts import FAILS, HOLDS, NO_DIFFERENCE, NOT_RUN, UNDECIDED, VERDICTS, compare
 from fragility_lab.running.execute import defaults, notebook_path, profile_names, profile_values
 from fragility_lab.running.files import write_whole
@@ -37,7 +37,7 @@ VERSIONS = ("python", "torch", "transformers", "datasets", "tokenizers", "numpy"
 def read_tables(profile: str) -> dict[str, pd.DataFrame]:
     """Every table under ``outputs/<profile>/tables`` by its name."""
     folder = paths.output_folder(profile, "tables")
-    return {path.stem: pd.read_csv(path) for path in sorted(folder.glob("*.csv"))}
+    return {path.stem: read_table(path) for path in sorted(folder.glob("*.csv"))}
 
 
 def listed(values: pd.Series) -> str:

@@ -22,7 +22,7 @@ def read_claims(results: str) -> pd.DataFrame:
             f"two folders of results with a report are compared, got {results!r}, which has none: make one with "
             f"`make reproduce RESULTS=name`, or name one of these: {', '.join(known) or '(none)'}"
         )
-    return pd.read_csv(path)
+    return tables.read_table(path)
 
 
 def judged(comparison: pd.DataFrame) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from fragility_lab.running.provenance import record
 
 Tables = Mapping[str, pd.DataFrame]  # of one set of results, by name
 AS_THEY_ARE = ["experiment", "quantity", "verdict", "claim", "tested", "remark"]
+NAMES = ("run", "code", "inputs", "model", "data")  # columns of text, whatever it looks like
 BRIEF = ["paper", "here", "difference", "interval", "runs", "tested", "verdict", "remark"]
 
 
@@ -19,6 +20,11 @@ def save_table(table: pd.DataFrame, folder: Path, name: str) -> pd.DataFrame:
     write_whole(folder / f"{name}.csv", table.to_csv(float_format="%.6g", index=any(table.index.names)))
     record(folder, name)
     return table
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """The table that ``save_table`` wrote to ``path``. Names stay text: a digest such as 470e90816521 is no number."""
+    return pd.read_csv(path, dtype=dict.fromkeys(NAMES, str))
 
 
 def number(value, digits: str = "") -> str:

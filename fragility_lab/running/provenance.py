@@ -3,9 +3,12 @@
 A run may be older than the table with its numbers: ``e2_records.csv`` and the like say which code computed each run.
 """
 
+import fcntl
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -45,12 +48,25 @@ def provenance() -> dict:
     return {**commit(), **asked(), "device": device_name(default_device()), "versions": versions()}
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """A context that processes enter one at a time for a ``folder``, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def record(folder: Path, table: str) -> None:
     """Note the origin of ``table`` in ``folder``."""
-    path = folder / FILE
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or not ours
-        known = {}
-    known[table] = provenance()
-    write_whole(path, json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")
+    path, origin = folder / FILE, provenance()
+    with alone(folder):
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # none yet, or not ours
+            known = {}
+        known[table] = origin
+        write_whole(path, json.dumps(dict(sorted(known.items())), indent=1, ensure_ascii=False) + "\n")

@@ -140,7 +140,7 @@ class RunStore:
         return {name: value for name, value in record.items() if name != CHECKSUM}
 
     def records(self, specs: Iterable[Specification]) -> pd.DataFrame:
-        """One row per finished run: its label as ``run``, and every entry of its metadata under its innermost name."""
+        """One row per finished run: its label as ``run``, and its metadata by innermost names, the first of each."""
         table = pd.json_normalize([{"run": spec.label} | self.metadata(spec) for spec in specs])
         table.columns = table.columns.str.split(".").str[-1]
         return table.loc[:, ~table.columns.duplicated()]

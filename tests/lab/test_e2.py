@@ -103,6 +103,17 @@ def test_other_weights_are_another_run(inputs):
     assert e2.specifications(GRID, changed)[0] != spec
 
 
+def test_other_stored_buffers_are_other_weights(inputs):
+    """DeepSeek-V3 chooses experts by a buffer; masks and rotations, which files do not have, count for nothing."""
+    block, before = inputs.model.transformer.h[0], digest(inputs.model, inputs.stream)
+    block.register_buffer("mask", torch.ones(2), persistent=False)
+    assert digest(inputs.model, inputs.stream) == before
+    block.register_buffer("bias_of_experts", torch.zeros(2))
+    stored = digest(inputs.model, inputs.stream)
+    block.bias_of_experts[0] = 1.0
+    assert len({before, stored, digest(inputs.model, inputs.stream)}) == 3
+
+
 def test_overflowing_windows_are_flagged_counted_and_never_zeroed(inputs, tmp_path):
     for block in inputs.model.transformer.h:
         block.mlp.c_proj.weight.mul_(3e5)  # beyond fp16's 65504, within bf16's range
@@ -122,6 +133,7 @@ def test_overflowing_windows_are_flagged_counted_and_never_zeroed(inputs, tmp_pa
         ({"windows": 40000}, "must hold 40000 windows of 16 tokens"),
         ({"precisions": ("bf17",)}, "a format must be one of .* got 'bf17'"),
         ({"seeds": ()}, "seeds must name at least one value, got none"),
+        ({"seeds": (0, 1, 0)}, r"seeds must name each value once, got \[0, 1, 0\]"),
         ({"windows": 2}, "a correlation needs at least 3 windows, got 2"),
         ({"lengths": (16, 0)}, r"windows must have at least 1 token, got lengths \[16, 0\]"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),

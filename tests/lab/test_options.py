@@ -81,6 +81,20 @@ class Done:
     returncode = 0
 
 
+@pytest.mark.parametrize(
+    ("profile", "given", "folder"),
+    [
+        ("embedded", {}, "embedded"), ("smoke", {}, "smoke"), ("embedded", {"format": "fp16"}, "embedded-custom"),
+        ("embedded", {"model": "embedded-llama"}, "embedded-llama"), ("embedded", {"model": "gpt2"}, "embedded-custom"),
+        ("embedded", {"model": "embedded-llama", "windows": 1}, "embedded-llama-custom"),
+        ("embedded", {"model": "embedded", "format": "fp16"}, "embedded-custom"),
+        ("laptop", {"model": "embedded-llama"}, "laptop-custom"),
+    ],
+)  # fmt: skip
+def test_a_diagnosis_of_ones_own_leaves_the_committed_pages_as_they_are(profile, given, folder):
+    assert make_diagnose.results_of(profile, given) == folder
+
+
 def test_a_wrong_folder_of_results_is_refused_before_the_check_which_may_convert_a_model(monkeypatch):
     monkeypatch.setattr(make_diagnose.subprocess, "run", lambda words: pytest.fail("checked"))
     with pytest.raises(SystemExit, match="make diagnose: results go to a folder in outputs, .* got 'a/b'"):

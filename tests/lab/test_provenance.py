@@ -1,6 +1,7 @@
 """Every table has, beside it, what wrote it."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 
@@ -20,6 +21,13 @@ def test_a_table_says_what_wrote_it(tmp_path, monkeypatch):
     assert {"device", "versions"} <= {*known["first"]}
     if provenance.commit():
         assert len(known["first"]["commit"]) == 40 and isinstance(known["first"]["clean"], bool)
+
+
+def test_tables_that_are_saved_at_once_are_all_recorded(tmp_path):
+    names = [f"table{number}" for number in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: provenance.record(tmp_path, name), names))
+    assert {*json.loads((tmp_path / "provenance.json").read_text())} == {*names}
 
 
 def test_a_damaged_record_is_begun_anew(tmp_path):

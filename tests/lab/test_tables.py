@@ -43,6 +43,22 @@ def test_saved_table_is_shown_as_the_original(compared, tmp_path):
     pd.testing.assert_frame_equal(tables.shown(read), tables.shown(compared))
 
 
+def test_names_that_look_like_numbers_stay_text(tmp_path):
+    table = pd.DataFrame({"run": ["1e5"], "code": ["470e90816521"], "model": ["0135"], "data": [""], "seconds": [2.5]})
+    tables.save_table(table, tmp_path, "records")
+    read = tables.read_table(tmp_path / "records.csv")
+    assert read.to_dict("list") | {"data": [""]} == table.to_dict("list")
+
+
+def test_a_ranking_that_cannot_miss_decides_nothing():
+    """The best three of three blocks are always found."""
+    (overlap,) = (quantity for quantity in E3 if quantity.values == "top3_overlap")
+    runs = pd.DataFrame({"top3_overlap": 1.0, "layers": 2, "length": [16, 16, 32], "seed": [0, 1, 0]})
+    assert compare({"e3_runs": runs}, [overlap]).verdict.tolist() == ["undecided"]
+    runs = runs.assign(layers=12, top3_overlap=[0.9, 1.0, 0.95])
+    assert compare({"e3_runs": runs}, [overlap]).verdict.tolist() == ["holds"]
+
+
 def test_exponents_are_written_short():
     (gap,) = (quantity for quantity in E3 if quantity.values == "recompute_gap")
     runs = pd.DataFrame({"recompute_gap": [1e-7, 2e-7, 3e-7], "base_mismatch": 1e-3})

@@ -1,5 +1,6 @@
 """What ``make verify`` says of numbers that are the committed ones, nearly so, or others."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -38,6 +39,15 @@ def test_rows_are_compared_with_those_of_the_same_run():
 )
 def test_noise_of_another_cpu_is_told_from_other_numbers(changed, said, alike):
     assert judged("t", beside(COMMITTED, COMMITTED.assign(**changed))) == (said, alike)
+
+
+@pytest.mark.parametrize("lacks", [COMMITTED, COMMITTED.assign(pearson=np.nan)])
+def test_a_number_that_one_side_lacks_is_another_one(lacks):
+    other = COMMITTED.assign(pearson=[np.nan, 0.25]) if lacks is COMMITTED else COMMITTED
+    said, _ = judged("t", beside(lacks, other))
+    assert said.startswith(f"t: {3 if lacks is COMMITTED else 2} of 4 numbers are the committed ones"), said
+    table = COMMITTED[["seed", "pearson"]]
+    assert judged("t", beside(table, table.assign(pearson=np.nan)))[1] is False
 
 
 def test_other_numbers_of_a_table_without_mismatches_are_refused():
