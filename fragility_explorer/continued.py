@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=SHIPPED, help="one that make real fetches, a hub name or a path")
     parser.add_argument("--prompt", help="how the text begins")
     given = parser.parse_args(arguments)
-    name = given.model if given.model in (*MODELS, EMBEDDED) else Path(given.model).stem
+    name = given.model if given.model in (*MODELS, EMBEDDED) else Path(given.model).name.removesuffix(".gguf")
     try:
         source = str(fetched(name)) if given.model in MODELS else given.model
         model, spell = load_model(source, "cpu", AutoModelForCausalLM), load_tokenizer(source)

@@ -49,6 +49,9 @@ def configuration(header: Header) -> PreTrainedConfig:
     Raises ValueError for a setting that no field takes.
     """
     settings = {name: shortest(value) for name, value in header.own().items()}
+    for name, value in settings.items():
+        if isinstance(value, list):  # a number for each block: configurations have one for all
+            raise unread(header, name, value)
     kind = CONFIG_MAPPING[MODEL_TYPES[header.architecture]]
     known, heads = kind().to_dict(), settings["attention.head_count"]
     equal = settings["embedding_length"] // heads
@@ -91,9 +94,11 @@ def rope(config: PreTrainedConfig, header: Header, settings: dict[str, Any]) -> 
     Raises ValueError for a scaling other than linear or Llama 3's.
     """
     scaling: dict[str, Any] = {}
-    if (how := settings.get("rope.scaling.type", "none")) == "linear":
-        scaling = {"rope_type": "linear", "factor": settings["rope.scaling.factor"]}
-    elif how not in UNUSED:
+    # As llama.cpp reads them, which takes a factor without a type for a linear one.
+    how, factor = settings.get("rope.scaling.type", "linear"), settings.get("rope.scaling.factor") or 1.0
+    if how == "linear" and factor != 1:
+        scaling = {"rope_type": "linear", "factor": factor}
+    elif how not in (*UNUSED, "linear"):
         raise unread(header, "rope.scaling.type", how)
     if ROPE_FACTORS in header.tensors:
         scaling = llama3_scaling(header, settings)

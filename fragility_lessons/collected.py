@@ -35,11 +35,14 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def rows(record: Any, path: Path) -> Iterator[dict[str, Any]]:
-    """One row for each answer of a ``record``; raises ValueError for what no lesson writes."""
+    """One row for each answer of a ``record`` in the file at ``path``; raises ValueError for what no lesson writes.
+
+    A student who gave no name has that of the file, with its folders.
+    """
     answers = record.get("answers") if isinstance(record, dict) else None
     if not isinstance(answers, dict) or record.get("lesson") not in LESSONS:
         raise ValueError("is no record of answers to a lesson")
-    lesson, student = record["lesson"], str(record.get("student") or path.stem)
+    lesson, student = record["lesson"], str(record.get("student") or path.with_suffix("").as_posix())
     for name, entry in answers.items():
         if not isinstance(entry, dict) or not isinstance(answer := entry.get("answer"), str):
             raise ValueError(f"has no answer to {name!r}")
@@ -51,7 +54,7 @@ def rows(record: Any, path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"answers {name!r}, which {lesson} does not ask") from None
         given = {"student": student, "lesson": lesson, "question": name, "answer": answer, "correct": correct}
         given |= {"tries": tries, "wrong": " | ".join(map(str, wrong)), "time": str(entry.get("time", ""))}
-        yield given | {"version": str(record.get("version", "")), "file": path.name}
+        yield given | {"version": str(record.get("version", "")), "file": path.as_posix()}
 
 
 def collect(folder: Path) -> tuple[pd.DataFrame, list[str]]:
@@ -64,7 +67,7 @@ def collect(folder: Path) -> tuple[pd.DataFrame, list[str]]:
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
         try:
-            found += [row for record in records(path) for row in rows(record, path)]
+            found += [row for record in records(path) for row in rows(record, path.relative_to(folder))]
         except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{path}: {error}")
     table = pd.DataFrame(found, columns=list(COLUMNS)).sort_values("time", kind="stable")

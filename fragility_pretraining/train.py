@@ -54,6 +54,8 @@ class TrainingConfig:
 
     def __post_init__(self):
         require_at_least(0, seed=self.seed)
+        counts = ("steps", "batch_windows", "micro_batch", "context", "evaluation_interval", "evaluation_windows")
+        require_at_least(1, **{name: getattr(self, name) for name in counts})
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> PreTrainedTokenizerFast:

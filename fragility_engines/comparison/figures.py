@@ -51,7 +51,7 @@ def verdicts(table: pd.DataFrame) -> Axes:
     axes.axvspan(LESS, MORE, color="0.9", zorder=0)
     for (wrong, verdict), rows in table[table.ratio > LEAST].groupby([~table.right, "verdict"]):
         ends, label = [rows.ratio - rows.low, rows.high - rows.ratio], f"{verdict}: {'wrong' if wrong else 'right'}"
-        form, colour = {"more": ">", "less": "<"}.get(verdict, "o"), COLOURS[int(wrong)]
+        form, colour = {"more": ">", "less": "<", "few": "D"}.get(verdict, "o"), COLOURS[int(wrong)]
         axes.errorbar(rows.ratio, rows.index, xerr=ends, fmt=form, color=colour, label=label, markersize=5)
     axes.set_yticks(table.index, table.engine, fontsize=7)
     axes.set(xscale="log", ylim=(len(table) - 0.5, -0.5))

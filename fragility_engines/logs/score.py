@@ -19,6 +19,12 @@ MOST_WINDOWS, LONGEST_WINDOW, MOST_TOP = 1024, 2**17, 100
 KEY = "SCORE_KEY"  # the variable of the environment that has the server's key, if it wants one
 
 
+def require_log(path: Path) -> None:
+    """Raises ValueError unless ``path`` is a file, or nothing that is there: a log takes the place of what is."""
+    if not path.name or (path.exists() and not path.is_file()):
+        raise ValueError(f"LOG must be a file to write, got the folder, pipe or device {path}: name a file")
+
+
 def windows_of(model: str, data: str, length: int, count: int, seed: int = 0) -> list[Text]:
     """Windows of ``length`` tokens of the text ``data``, by the tokenizer of ``model``, whose weights are not read.
 
@@ -45,7 +51,8 @@ def windows_of(model: str, data: str, length: int, count: int, seed: int = 0) ->
 
 def identity(server: Server, window: Text) -> dict[str, object]:
     """What a line of a log says of where it came from: an unfinished log goes on with the same alone."""
-    return {"engine": server.engine, "server": str(server.client), "model": server.name, "sent": [*window.tokens]}
+    asked = {"top": server.top, "sent": [*window.tokens]}
+    return {"engine": server.engine, "server": str(server.client), "model": server.name, **asked}
 
 
 def lines_kept(path: Path, server: Server, windows: list[Text]) -> list[str]:
@@ -131,7 +138,9 @@ def main(arguments: list[str] | None = None) -> None:
         for name, value in (("URL", asked.url), ("MODEL", asked.model)):
             if not value:
                 raise ValueError(f"a server scores the text of a model, got no {name}: give URL= and MODEL=")
-        client = Client(asked.url, asked.within, key=os.environ.get(KEY, ""))
+        if asked.log:
+            require_log(Path(asked.log))
+        client = Client(asked.url, asked.within, key=os.environ.get(KEY, "").strip())
         server = detected(client, asked.engine, asked.top)  # takes no time, unlike the tokenizer
         windows = windows_of(asked.model, asked.data, asked.length, asked.windows, asked.seed)
         path = Path(asked.log) if asked.log else paths.output_folder("engines") / "log.jsonl"

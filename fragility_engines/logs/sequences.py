@@ -20,6 +20,7 @@ LARGEST_TOKEN = 2**32  # no vocabulary has as many
 WIDE = (b"\xff\xfe", b"\xfe\xff")  # how UTF-16 and UTF-32 begin
 FAR = -10.0  # nats, to which running sums fall
 MANY = 8  # tokens, of which no model gives all the same log-probability
+APART = 0.02  # nats between two numbers for one token, however rounded
 WHOLE = 1.01  # probabilities that add up to more are those of no distribution, however rounded
 Tops = tuple[dict[int, float] | None, ...]  # log-probabilities of the most probable tokens, by position
 
@@ -54,8 +55,13 @@ class Scored:
             raise ValueError(
                 f"every token must have an entry of most probable ones, got {len(self.tops)} entries for {self.given}"
             )
-        for at, top in enumerate(self.tops):
+        for at, (top, token, value) in enumerate(zip(self.tops, self.tokens.tolist(), self.logprobs)):
             require_distribution(top or {}, at)
+            if abs((own := (top or {}).get(token, value)) - value) > APART:
+                raise ValueError(
+                    f"top_logprobs must be of the same distribution as logprobs, got {own:.4g} and {value:.4g} for "
+                    f"token {token} at {at}: are the entries one position off?"
+                )
 
     @property
     def given(self) -> str:
@@ -90,7 +96,7 @@ def scored(tokens: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[Any] =
         if value is not None and not value >= LEAST:  # NaN, too
             given = f"got {shortened(value)} at token {at}: write null where the engine gave none"
             raise ValueError(f"a log-probability must be a number from {LEAST:g} to 0, {given}")
-    if tops and len(tops) == len(tokens) - 1:
+    if tops and len(tops) == len(tokens) - 1 and tops[0] is not None:
         tops = [None, *tops]
     found = np.array([math.nan if value is None else value for value in logprobs], dtype=np.float64)
     known = tuple(map(most_probable, tops)) if any(tops) else ()
@@ -115,6 +121,8 @@ def plain(line: Mapping[str, Any]) -> Iterator[Scored]:
 
 def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
     """The sequences of an answer of vLLM: prompt and, where there are some, tokens that followed."""
+    if not line["choices"]:
+        raise ValueError("an answer must have a choice, got none: leave the line out")
     for choice in line["choices"]:  # the answer of a chat has its prompt beside them
         choice = {name: line.get(name) for name in ("prompt_token_ids", "prompt_logprobs")} | choice
         prompt = choice.get("prompt_token_ids")
@@ -178,7 +186,7 @@ def sglang(line: Mapping[str, Any]) -> Iterator[Scored]:
     """The sequence of an answer of SGLang: pairs of log-probability and token."""
     found = line["meta_info"]
     prompt = found.get("input_token_logprobs") or []
-    if len(prompt) < (found.get("prompt_tokens") or 0) - 1:
+    if len(prompt) < (found.get("prompt_tokens") or 0):
         raise ValueError(
             f"an answer of SGLang must have the tokens of its prompt, got {len(prompt)} of {found['prompt_tokens']}: "
             'ask with "return_logprob": true and "logprob_start_len": 0'

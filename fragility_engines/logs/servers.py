@@ -122,7 +122,8 @@ def vllm(server: Server, window: Text) -> Scored:
     )  # fmt: skip
     choice = choice_of(answered)
     # Versions before return_token_ids say the tokens in the entries alone.
-    if choice.get("prompt_token_ids") is None and len(choice.get("prompt_logprobs") or ()) == len(window.tokens):
+    given = choice.get("prompt_logprobs")
+    if choice.get("prompt_token_ids") is None and isinstance(given, list) and len(given) == len(window.tokens):
         choice["prompt_token_ids"] = [*window.tokens]
     return checked(only(answered), window.tokens)
 
@@ -197,9 +198,10 @@ def echoed(server: Server, window: Text, prompt: str | list[int]) -> Scored:
     )  # fmt: skip
     tokens, hidden = (window.again, window.opening) if isinstance(prompt, str) else (window.tokens, 0)
     logprobs = choice_of(answered).get("logprobs")
-    if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
+    named = [logprobs.get(name) for name in ("token_logprobs", "tokens")] if isinstance(logprobs, dict) else [None]
+    if not isinstance(named[0], list) or not isinstance(named[-1] or [], list):
         raise ValueError(f"the answer must have logprobs of the echoed prompt, got {logprobs!r:.100}")
-    pieces, values, count = logprobs.get("tokens") or [], logprobs["token_logprobs"], len(tokens) - hidden
+    values, pieces, count = named[0], named[1] or [], len(tokens) - hidden
     if len(values) not in (count, count + 1):
         raise ValueError(f"the answer must score {count} tokens of the prompt, got {len(values)} log-probabilities")
     if window.text and not spelled(pieces[:count], window.text):

@@ -36,7 +36,7 @@ class Client:
 
     An answer takes at most ``longest`` seconds and ``most`` bytes. What may pass is asked for again after each of
     ``WAITS``. A redirect is not followed, and no proxy is used. ``key`` is sent as the bearer's. Raises ValueError for
-    a ``url`` that is none of a server.
+    a ``url`` that is none of a server, and for a ``key`` that is no word of ASCII.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class Client:
         self.end, self.longest, self.most, self.sleep = time.monotonic() + seconds, longest, most, sleep
         self.headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Connection": "close"}
         if key:
+            if not (key.isascii() and key.isprintable()):  # an error of http.client would show it
+                raise ValueError("the key of a server (SCORE_KEY) must be one line of ASCII, got other characters")
             self.headers["Authorization"] = f"Bearer {key}"
 
     def __str__(self) -> str:
@@ -155,6 +157,7 @@ def address(url: str) -> tuple[type[HTTPConnection], str, int, str]:
     try:
         parts = urlsplit(url.strip())
         port = parts.port
+        (parts.hostname or "").encode("idna"), parts.path.encode("ascii")
     except ValueError as error:
         raise ValueError(f"URL must be that of a server, as http://127.0.0.1:8000 is, got {url!r}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

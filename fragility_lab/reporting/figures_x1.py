@@ -134,6 +134,7 @@ def x1_plans(plans: pd.DataFrame) -> Axes:
         axes.set(xlim=(0, 1.1), ylim=(len(found) - 0.4, -0.6))
         axes.set_title(title, fontsize="medium", loc="left")
     grid[-1, 0].set_xlabel(
-        "error left, as a share of that without a plan\n(dot: measured, ring: predicted, blue: chosen by backward passes)"
+        "error left, as a share of that without a plan\n"
+        "(dot: measured, ring: predicted, blue: chosen by backward passes)"
     )
     return grid[0, 0]

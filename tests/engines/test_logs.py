@@ -105,6 +105,19 @@ def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path)
             'the tokens of its prompt, got 0 of 32: ask with "return_logprob": true and "logprob_start_len": 0',
         ),
         (
+            {"meta_info": {"prompt_tokens": 3, "input_token_logprobs": [[None, 3, None], [-2.0, 4, None]]}},
+            "the tokens of its prompt, got 2 of 3: ask with",  # "logprob_start_len": 1 leaves the first token out
+        ),
+        ({"choices": []}, "an answer must have a choice, got none: leave the line out"),
+        (
+            {"tokens": TOKENS, "logprobs": VALUES, "top_logprobs": [None, {"1": -0.5}, {"2": -1.0}]},
+            "got 3 entries for 4 tokens",  # is the first one for token 0 or for token 1?
+        ),
+        (
+            {"tokens": [1, 2, 3], "logprobs": [None, -1.0, -2.0], "top_logprobs": [None, {"3": -2.0}, {"3": -1.0}]},
+            "the same distribution as logprobs, got -1 and -2 for token 3 at 2: are the entries one position off?",
+        ),
+        (
             {"prompt_token_ids": [1, 2, 3], "prompt_logprobs": [None, {"2": {"logprob": -1.0}}]},
             "prompt_logprobs must have an entry for each token, got 2 for 3",
         ),

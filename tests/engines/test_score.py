@@ -1,6 +1,7 @@
 """Servers that score text, and all ways in which they fail."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -159,6 +160,15 @@ def test_a_version_that_does_not_say_the_tokens_is_read_by_its_entries():
         assert asked(server).tokens.tolist() == [*TOKENS]
 
 
+def test_entries_that_are_none_are_refused():
+    def five(found):
+        entry(found).pop("prompt_token_ids")
+        entry(found)["prompt_logprobs"] = 5
+
+    with stub.running("vllm", stub.changed(five)) as server, pytest.raises(ServerError, match="must have the tokens"):
+        asked(server)
+
+
 def test_a_server_that_counts_the_bias_in_is_refused():
     def biased(found):
         found["completion_probabilities"][0]["logprob"] = 0.0
@@ -209,6 +219,14 @@ def test_a_server_that_takes_no_tokens_is_sent_their_text(owner):
         (of_text(pieces=("two", " upon", " a")), "must be of the text that was sent, got ['two', ' upon', ' a']"),
         (of_text(values=[None, None, -1.0, -2.0]), "got none at token 2"),
         (stub.status(200, b'{"choices": [{"logprobs": null}]}'), "must have logprobs of the echoed prompt, got None"),
+        (
+            stub.status(200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1, -2], "tokens": 5}}]}'),
+            "must have logprobs of the echoed prompt, got {'token_logprobs': [None, -1, -2], 'tokens': 5}",
+        ),
+        (
+            stub.status(200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1, -2], "tokens": {"a": 1}}}]}'),
+            "must have logprobs of the echoed prompt",
+        ),
     ],
 )
 def test_an_echo_of_something_else_is_refused(failing, message):
@@ -342,6 +360,9 @@ def of_any(asked):
         (["--windows", "900", "--length", "256"], "the text must hold 900 windows"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--log", "/proc/nothing/log.jsonl"], "/proc/nothing"),
+        (["--log", "."], "LOG must be a file to write, got the folder, pipe or device .: name a file"),
+        (["--url", "http://127.0.0.1:1/ä"], "URL must be that of a server"),
+        (["--url", "http://a..b"], "URL must be that of a server"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_a_line(tmp_path, wide, words, message):
@@ -349,6 +370,38 @@ def test_what_cannot_be_scored_is_refused_in_a_line(tmp_path, wide, words, messa
         score.main([*command(server, tmp_path / "log.jsonl"), *words])
     assert str(refused.value).startswith("make score: ") and message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_folder_and_a_pipe_are_refused_before_a_window_is_sent(tmp_path, wide):
+    """A log takes the place of what is there, which may be a device."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with stub.running("vllm") as server, pytest.raises(SystemExit, match="LOG must be a file to write"):
+            score.main(command(server, path))
+        assert not server.seen and path.exists() and not path.is_file()
+
+
+def test_an_unfinished_log_goes_on_with_as_many_most_probable_tokens_alone(tmp_path, wide, capsys):
+    path = tmp_path / "log.jsonl"
+    with stub.running("vllm") as server:
+        score.main(command(server, path, "--top", "2"))
+        path.rename(tmp_path / "log.jsonl.unfinished")
+        score.main(command(server, path, "--top", "3"))
+    assert "earlier" not in capsys.readouterr().out.splitlines()[-2]
+    assert all(len(top) >= 3 for each in read(path) for top in each.tops[1:])
+
+
+@pytest.mark.parametrize(("key", "sent"), [(" secret\r\n", "secret"), ("se\ncret", ""), ("sécret", "")])
+def test_a_key_is_one_line_and_never_shown(tmp_path, wide, monkeypatch, key, sent):
+    monkeypatch.setenv(score.KEY, key)
+    with stub.running("vllm") as server:
+        if sent:
+            score.main(command(server, tmp_path / "log.jsonl"))
+            assert {headers["Authorization"] for _, _, headers in server.seen} == {f"Bearer {sent}"}
+        else:
+            with pytest.raises(SystemExit, match="one line of ASCII") as refused:
+                score.main(command(server, tmp_path / "log.jsonl"))
+            assert "cret" not in str(refused.value) and not server.seen
 
 
 @pytest.mark.parametrize("words", [["--windows", "0"], ["--length", "1"], ["--top", "-1"], ["--within", "x"]])

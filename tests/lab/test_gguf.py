@@ -142,6 +142,21 @@ def test_what_is_stored_in_few_bits_is_what_the_package_reads(kind, family, tmp_
             assert torch.equal(stored(loaded, name, state[name]), wanted), name
 
 
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, 4.0),  # llama.cpp takes a factor without a type for a linear one
+        ({"rope.scaling.type": "linear"}, 1.0), ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, 1.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
+    ],
+)  # fmt: skip
+def test_a_scaling_of_positions_is_read_as_llama_cpp_reads_it(settings, factor, tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", drawn(FAMILIES["llama"]), settings=settings)
+    parameters = load_config(str(file)).rope_parameters
+    assert parameters.get("factor", 1.0) == factor
+    assert parameters.get("rope_type", "default") == ("linear" if factor != 1 else "default")
+
+
 def test_experiments_load_a_file_as_the_folder_it_was_written_from(tmp_path):
     """Weights and token stream have the same digest; the link to a file in a hub's cache has no suffix behind it."""
     model = drawn(FAMILIES["llama"])
@@ -225,6 +240,7 @@ OTHERS = {
     "another shape": ({"settings": {"feed_forward_length": 95}}, r"mlp.down_proj.weight \(64, 96\) for \(64, 95\)"),
     "no window": ({"family": "gemma3", "settings": {"attention.sliding_window": None}}, "window .* does not say"),
     "experts": ({"settings": {"expert_count": 4}}, "nothing reads expert_count = 4 of .* \\(llama\\): give a folder"),
+    "a number for each block": ({"settings": {"feed_forward_length": [96, 96]}}, "nothing reads feed_forward_length ="),
     "a rotary scaling": ({"settings": {"rope.scaling.type": "yarn"}}, "nothing reads rope.scaling.type = yarn"),
     "an unknown setting": ({"settings": {"attention.new_flag": True}}, "nothing reads attention.new_flag = True"),
     "other factors": ({"tensors": {"rope_freqs.weight": ONES + 1}}, "nothing reads rope_freqs.weight = factors from 2"),

@@ -55,6 +55,15 @@ def test_a_row_for_each_student_and_question(folder):
     ]
 
 
+def test_students_without_a_name_are_not_taken_for_one(tmp_path):
+    """Files of one name in folders of their own, as programs for courses collect them."""
+    for student, answer in (("ada", "9"), ("bob", "8")):
+        write(tmp_path, f"{student}/lesson.json", record("", round_by_hand=entry(answer)))
+    table, problems = collect(tmp_path)
+    assert problems == [] and table.student.tolist() == ["ada/lesson", "bob/lesson"]
+    assert table.answer.tolist() == ["9", "8"] and table.file.tolist() == ["ada/lesson.json", "bob/lesson.json"]
+
+
 def test_summaries_by_student_and_by_question(folder):
     table, _ = collect(folder)
     students = by_student(table)

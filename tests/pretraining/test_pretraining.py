@@ -90,6 +90,12 @@ def test_batches_are_windows_of_the_stream():
     assert ((batch[:, 1:] - batch[:, :-1]) == 1).all()
 
 
+@pytest.mark.parametrize("name", ["steps", "batch_windows", "micro_batch", "context", "evaluation_interval"])
+def test_a_training_of_nothing_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        train.TrainingConfig(**{name: 0})
+
+
 def test_short_corpus_is_an_error():
     with pytest.raises(ValueError, match="more than two batches of 8 windows of 1024 tokens, but has 100 tokens"):
         next(train.batches(np.zeros(100, dtype=np.uint16), train.TrainingConfig()))
