@@ -37,6 +37,11 @@ quoted = '$(subst ','\'',$(1))'
 # All variables here are in capitals: nobody would read windows=1.
 override LOWER := $(if $(FRAGILITY_GIVEN),$(shell printf '%s\n' $(foreach name,$(FRAGILITY_GIVEN),$(call quoted,$(name))) | grep '^[a-z]'))
 $(if $(LOWER),$(error the variables of make are in capitals, got $(LOWER)))
+# A profile has the seeds and sizes of an experiment.
+OF_PROFILES := reproduce predictor recipes rivals windows seeds realisation engines referees real
+override UNREAD := $(filter SEED WINDOWS LENGTH,$(FRAGILITY_GIVEN))
+$(if $(and $(UNREAD),$(filter $(OF_PROFILES),$(MAKECMDGOALS))),$(error $(UNREAD): options of make diagnose and make score. \
+    Experiments take PROFILE=, a folder of notebooks/profiles which has their seeds and windows))
 export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST CHECKPOINT RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER FOLDER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)
@@ -124,7 +129,7 @@ real: $(ENVIRONMENT)  ## two real, trained models (or MODEL=), fetched by pip, t
 	@$(PYTHON) -m fragility_lab.running.real $(if $(GIVEN_PROFILE),--profile "$$PROFILE") \
 	    $${MODEL:+--model "$$MODEL"} $${DATA:+--data "$$DATA"} $(if $(GIVEN_RESULTS),--results "$$RESULTS")
 
-INDEPENDENT = -p "profile=independent$${MODEL:+-$$MODEL}" $${MODEL:+--if-present "model=$$MODEL"} --profile independent
+INDEPENDENT = -p "profile=independent$${MODEL:+-$$(basename "$$MODEL")}" $${MODEL:+--if-present "model=$$MODEL"} --profile independent
 
 .PHONY: windows
 windows: $(ENVIRONMENT)  ## E2 and E3 on held-back text in windows that no two seeds share (MODEL= an embedded one)
@@ -237,7 +242,7 @@ answers: $(ENVIRONMENT)  ## students' answers in FOLDER= (their saved files or n
 
 .PHONY: bench
 bench: $(ENVIRONMENT)  ## time the monitored pass and the emulation
-	$(PYTHON) -m fragility_lab.experiments.bench
+	$(PYTHON) tools/bench.py
 
 .PHONY: lab
 lab: $(ENVIRONMENT)  ## open the notebooks in JupyterLab

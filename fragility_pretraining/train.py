@@ -140,9 +140,9 @@ def evaluate(model: PreTrainedModel, stream: np.ndarray, config: TrainingConfig)
     windows = sliding_window_view(stream, config.context + 1)[:: config.context][: config.evaluation_windows]
     parts = torch.from_numpy(windows.astype(np.int64)).split(config.micro_batch)
     model.eval()
-    losses = [language_loss(model, part).item() for part in parts]
+    losses = [len(part) * language_loss(model, part).item() for part in parts]
     model.train()
-    return float(np.mean(losses))
+    return sum(losses) / len(windows)
 
 
 def train(

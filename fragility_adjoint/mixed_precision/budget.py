@@ -32,7 +32,7 @@ def parse_budget(budget: str) -> tuple[float, str]:
             return amount, "kl" if unit == "kl" else "bits"
         if unit in BYTES:
             return int(amount), "bytes"
-    if unit.removesuffix("s") not in UNITS or not amount.is_integer():
+    if unit == "s" or unit.removesuffix("s") not in UNITS or not amount.is_integer():
         raise ValueError(
             'a budget is a number of blocks, sites or modules, or of bytes ("2 blocks", "40 MB"), to keep in fp32, '
             f'or bits a weight or KL in nats ("5 bits", "KL 0.01"), got {BRIEFLY.repr(budget)}'

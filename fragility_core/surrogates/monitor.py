@@ -346,5 +346,5 @@ def window_losses(logits: Tensor, tokens: Tensor) -> Tensor:
     """Mean next-token cross entropy in nats of each window, (B, T, vocabulary) -> (B,), in fp32."""
     predicted, expected = logits[:, :-1].float(), tokens[:, 1:]
     # The vocabulary comes last: along any other axis the softmax is several times slower.
-    losses = functional.cross_entropy(predicted.flatten(0, 1), expected.flatten(), reduction="none")
+    losses = functional.cross_entropy(predicted.flatten(0, 1), expected.flatten().long(), reduction="none")
     return losses.view(expected.shape).mean(-1)

@@ -1,5 +1,6 @@
 """Measures a gap: passes in fp32 and in the recipe's numbers, and the prediction, for the tokens of a log."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,21 +83,12 @@ def outputs(
 
 @dataclass(frozen=True)
 class Pair:
-    """The log of a sequence beside that ``other`` of the same tokens, if there is one."""
+    """The log of a sequence beside that ``other`` of the same tokens, if there is one; rows ``known`` (N,) count."""
 
     number: int
     each: Scored
     other: Scored | None
-
-    @property
-    def known(self) -> np.ndarray:
-        """Rows of the outputs that both logs score (N,). Raises ValueError if there are none."""
-        known = np.isfinite(self.each.logprobs[1:])
-        if self.other is not None:
-            known &= np.isfinite(self.other.logprobs[1:])
-        if not known.any():
-            raise ValueError(f"both logs must score a token in common, got none in sequence {self.number}")
-        return np.flatnonzero(known)
+    known: np.ndarray
 
     def unscored(self, rows: pd.DataFrame) -> int:
         """The number of ``rows`` in which a log has 0 for a token that the fp32 model does not find SURE."""
@@ -163,10 +155,7 @@ def measure(
     """
     require_fitting(model.config, sequences)
     chosen, every = get_recipe(recipe), paired(sequences, reference)
-    first: dict[bytes, Pair] = {}
-    for pair in every:
-        first.setdefault(pair.each.tokens.tobytes(), pair)
-    pairs = [*first.values()]  # the first of each text
+    pairs = once(every)
     probes = min(MOST, -(-ENOUGH // sum(len(pair.known) for pair in pairs))) if probes is None else probes
     yardstick, two = Yardstick(model, chosen, probes, seed), reference is not None
     rows, totals, shares, predictions, unscored = [], [], [], [], [0]
@@ -215,9 +204,13 @@ def expected(prediction: Prediction, twice: bool) -> tuple[float, pd.Series]:
 
 
 def paired(sequences: Sequence[Scored], reference: Sequence[Scored] | None) -> list[Pair]:
-    """Each of the ``sequences`` beside that of the ``reference``. Raises ValueError for other tokens."""
+    """Each of the ``sequences`` beside that of the ``reference``, with the rows of outputs that both score.
+
+    Raises ValueError for other tokens, and if there is no such row.
+    """
     if reference is None:
-        return [Pair(number, each, None) for number, each in enumerate(sequences)]
+        scored = [np.flatnonzero(np.isfinite(each.logprobs[1:])) for each in sequences]
+        return [Pair(number, each, None, rows) for number, (each, rows) in enumerate(zip(sequences, scored))]
     for number, each in enumerate(sequences):
         if number >= len(reference) or not np.array_equal(each.tokens, reference[number].tokens):
             raise ValueError(
@@ -229,7 +222,31 @@ def paired(sequences: Sequence[Scored], reference: Sequence[Scored] | None) -> l
             f"both logs must have the same sequences, got {len(sequences)} and, of AGAINST, {len(reference)}: write "
             "both from one list of texts"
         )
-    return [Pair(number, *both) for number, both in enumerate(zip(sequences, reference, strict=True))]
+    found = []
+    for number, (each, other) in enumerate(zip(sequences, reference, strict=True)):
+        rows = np.flatnonzero(np.isfinite(each.logprobs[1:]) & np.isfinite(other.logprobs[1:]))
+        if not len(rows):
+            raise ValueError(f"both logs must score a token in common, got none in sequence {number}")
+        found.append(Pair(number, each, other, rows))
+    return found
+
+
+def once(pairs: Sequence[Pair]) -> list[Pair]:
+    """The ``pairs`` with each token after the same tokens once, without those that have none of their own.
+
+    Its roundings are no other draw: several answers to one prompt share the prompt, and a log may repeat a text.
+    """
+    seen: set[bytes] = set()
+    found = []
+    for pair in pairs:
+        sha, ways = hashlib.sha256(), []
+        for token in pair.each.tokens.tolist():
+            sha.update(token.to_bytes(8, "little"))
+            ways.append(sha.digest())
+        own = pair.known[[ways[row + 1] not in seen for row in pair.known]]
+        seen |= {ways[row + 1] for row in own}
+        found += [replace(pair, known=own)] if len(own) else []
+    return found
 
 
 def require_fitting(config: PreTrainedConfig, sequences: Sequence[Scored]) -> None:

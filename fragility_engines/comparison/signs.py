@@ -101,7 +101,7 @@ def described(found: dict[str, Any]) -> list[str]:
         texts.append(
             f"The log-probabilities of sequence {one} (from 0) are those of sequence {other}: look at the order."
         )
-    if found["largest"] > 3:
+    if found["largest"] > 3 and not found["rows"]:
         texts.append("One sequence has most of the change: another template, or a truncation.")
     return texts
 

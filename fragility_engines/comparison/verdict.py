@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import stats
 
 from fragility_engines.comparison.fitting import fitted, heated
-from fragility_engines.comparison.gap import ENOUGH, LESS, MORE, SURE, Gap, beyond, left
+from fragility_engines.comparison.gap import ENOUGH, LESS, MORE, SURE, Gap, beyond, left, pooled
 from fragility_engines.comparison.grid import grids
 from fragility_engines.comparison.scoring import scored
 from fragility_engines.comparison.signs import GAIN, LOUD, begins
@@ -151,7 +152,9 @@ def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
         return Verdict("rounding", ratio)
     limit = MORE if value > MORE or high >= MORE**2 else LESS
     distance = max(abs(value - limit), 0.05 * limit)
-    enough = int(np.ceil(len(gap.known) * ((high - low) / 2 / distance) ** 2))
+    # Of many sequences, whose interval is not as wide for the same scatter as that of few (Student).
+    half = np.log(high / low) / stats.t.ppf(0.975, max(pooled(gap.known.tokens).max(), 1)) * value
+    enough = int(np.ceil(len(gap.known) * (half / distance) ** 2))
     return Verdict("few", ratio, needed=max(enough, len(gap.known)) + 1)
 
 

@@ -109,7 +109,7 @@ def most_probable(entry: Any) -> dict[int, float] | None:
         return None
     if not isinstance(entry, Mapping) or not all(type(value) in (int, float) for value in entry.values()):
         raise ValueError(f"an entry of top_logprobs must map tokens to log-probabilities, got {shortened(entry)}")
-    if not all(str(token).isdecimal() and int(token) < LARGEST_TOKEN for token in entry):
+    if not all(str(token).isdecimal() and len(str(token)) < 11 and int(token) < LARGEST_TOKEN for token in entry):
         raise ValueError(f"top_logprobs must have the numbers of tokens, got {shortened([*entry])}: not their texts")
     return {int(token): float(value) for token, value in entry.items() if value != -math.inf}
 

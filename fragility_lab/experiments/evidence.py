@@ -4,6 +4,7 @@ The rows of a run are too large to be published for every seed. The table has th
 with the digest of the run's specification and of the code that computed it.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,4 +50,6 @@ def _usable(known: pd.DataFrame | None, rule: outcomes.SpikeRule) -> pd.DataFram
     if known is None or known.empty:
         return pd.DataFrame(index=pd.Index([], name="run"))
     current = (known.code == code_digest(TrainingSpec)) | keeps_stale()
+    if not current.all():
+        warnings.warn(f"{(~current).sum()} runs of other code are left out (STALE=keep takes them)", stacklevel=3)
     return known[current & (known.onset_ratio == rule.ratio)].fillna({"ended": ""}).set_index("run")

@@ -41,7 +41,8 @@ def require_text(data: str) -> None:
         if suffix not in READERS and (data.count(":") > 2 or "::" in data):
             raise ValueError(f"a text of the hub is name[:config[:split]], got {data!r}")
         if suffix in READERS or named_as_path(data.partition(":")[0]):
-            what = "it is no file: a pipe cannot be read twice" if os.path.exists(data) else "there is no such file"
+            other = "a folder" if os.path.isdir(data) else "no file: a pipe cannot be read twice"
+            what = f"it is {other}" if os.path.exists(data) else "there is no such file"
             raise not_found("text", data, FileNotFoundError(what))
 
 

@@ -157,7 +157,8 @@ def e1_attention(table: pd.DataFrame) -> Axes:
     import seaborn as sns
 
     axes, table = canvas(), table.rename(columns={"value_scale": "value scale"})
-    crest = sns.color_palette("crest", as_cmap=True)  # its light end shows on white
+    several = table["value scale"].nunique() > 1
+    crest = sns.color_palette("crest", as_cmap=True) if several else None  # its light end shows on white
     sns.scatterplot(
         table, x="proxy", y="measured", hue="value scale", style="margin", s=70, palette=crest, ax=axes
     )  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fragility_lab import paths
@@ -184,11 +185,21 @@ def page(
     )
 
 
+def of_one_model(tables: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """``tables`` without those of X1 if its runs, over as many windows as E2's, have other scores: another model's."""
+    if not {"e2_runs", "x1_runs"} <= {*tables}:
+        return tables
+    both = tables["e2_runs"].merge(tables["x1_runs"], on=["precision", "length", "seed", "windows"])
+    if np.allclose(both.combined_pearson_x, both.combined_pearson_y, rtol=1e-3, equal_nan=True):
+        return tables
+    return {name: table for name, table in tables.items() if not name.startswith("x1_")}
+
+
 def write(profile: str) -> Path:
     """Write ``outputs/<profile>/report.html`` from the files in that folder, and return its path."""
     path = paths.output_folder(profile) / "report.html"
     models = LABELS if profile in embedded_checkpoints() else ()
     others = {name: read_tables(name) for name in models if name != profile and (paths.OUTPUTS / name).is_dir()}
-    html = page(profile, read_tables(profile), paths.output_folder(profile, "figures"), others)
+    html = page(profile, of_one_model(read_tables(profile)), paths.output_folder(profile, "figures"), others)
     write_whole(path, html)
     return path

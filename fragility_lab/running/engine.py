@@ -40,7 +40,9 @@ def complete(
     unfinished = {spec for spec in specs if store.load(spec) is None}
     finished = {spec for spec in specs if spec not in unfinished}
     paired = specs[0].paired and inputs.device.type == "cpu"
-    threads = _threads(store, finished if paired and unfinished else set(), count)
+    # Paired runs of another call, with other groups, must have as many threads.
+    processes = (workers or cores()) if paired else count
+    threads = _threads(store, finished if paired and unfinished else set(), processes)
     if stale := sum(store.is_stale(spec) for spec in specs):
         what = "taken as they are, as STALE=keep asks" if keeps_stale() else "computed again (STALE=keep takes them)"
         warnings.warn(
@@ -65,7 +67,7 @@ def complete(
                 bar.set_postfix_str(f"{len(finished)}/{len(specs)} runs")
 
         bar.set_postfix_str(f"{len(finished)}/{len(specs)} runs")
-        if missing and (count > 1 or named_scheduler()):
+        if missing and (count > 1 or named_scheduler() or threads != torch.get_num_threads()):
             # Imported where it is needed: most calls compute in this process, or nothing at all.
             from fragility_lab.running.spread import Order, spread
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fragility_lab.inputs.fetched import MODELS, fetched
+from fragility_lab.inputs.names import EMBEDDED
 from fragility_lab.running import execute
 
 PROFILE = "real"
@@ -20,10 +21,14 @@ STEPS = (
 
 
 def results_folder(model: str, profile: str, given: str = "") -> str:
-    """The name of the folder for results of ``model``: the ``given`` one, or the model's (and another profile's)."""
-    path = Path(model)
-    name = path.stem if path.suffix == ".gguf" else path.name
-    return given or name + (f"-{profile}" if profile != PROFILE else "")
+    """The name of the folder for results of ``model``: the ``given`` one, or the model's.
+
+    It ends in ``profile`` if that is another one, or if the project has committed results of other profiles there.
+    """
+    path = Path(os.path.abspath(model))
+    name = path.stem if path.suffix.lower() == ".gguf" else path.name
+    committed = name.startswith((EMBEDDED, "independent", "realisation"))
+    return given or name + (f"-{profile}" if profile != PROFILE or committed else "")
 
 
 def run(models: list[str], profile: str, data: str = "", results: str = "", main: Callable = execute.main) -> list[str]:

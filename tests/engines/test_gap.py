@@ -301,6 +301,15 @@ def test_the_verdict_follows_the_interval(observed, kind):
     assert (verdict.needed is not None and verdict.needed > len(observed)) == (kind == "few")
 
 
+def test_as_many_sequences_as_are_said_to_be_needed_are_about_enough():
+    """Of harmless ones, from which two or three are drawn: six and more decide."""
+    rng = np.random.default_rng(0)
+    for count in (2, 3, 4):
+        drawn = [judge(made(1 + 0.3 * rng.normal(size=count).clip(-2, 2), [1.0] * count)) for _ in range(100)]
+        needed = [verdict.needed for verdict in drawn if verdict.kind == "few"]
+        assert len(needed) >= 10 and count < np.median(needed) <= 40 and max(needed) < 200
+
+
 def test_a_sequence_far_beyond_rounding_is_more_whatever_the_others_are():
     """One request with a fault, as by a wrong prefix in a cache, makes the interval wide; so does one window alone."""
     verdict = judge(made([1.0, 400.0, 0.9, 1.1], [1.0] * 4))
@@ -356,6 +365,20 @@ def test_texts_that_a_log_repeats_count_once(model, native):
     whole = measure(model, native[:2])
     gap = measure(model, [native[0], native[1], native[0], native[1]], reference=None)
     assert gap.repeated == 2 and gap.ratio == whole.ratio and {*gap.tokens.sequence} == {0, 1}
+
+
+def test_answers_to_one_prompt_have_its_tokens_once(model):
+    """Eight answers to a prompt of 40 tokens, which engines score again with each; so do two logs of them."""
+    low, prompt = random_model(LLAMA).bfloat16(), WINDOWS[0][:40]
+    tokens = [torch.cat([prompt, random_tokens(1, 8, seed=seed, smallest=3)[0]]) for seed in range(8)]
+    answers = [Scored(w.numpy(), np.concatenate([[np.nan], logprobs(low, w).numpy()])) for w in tokens]
+    gap = measure(model, answers)
+    assert len(gap.tokens) == 39 + 8 * 8 and gap.repeated == 0
+    assert gap.sequences.tokens.tolist() == [47] + [8] * 7 and (gap.tokens.position >= 40)[47:].all()
+    completions = [replace(each, logprobs=np.where(np.arange(48) < 40, np.nan, each.logprobs)) for each in answers]
+    assert len(measure(model, [completions[0], answers[1]]).tokens) == 8 + 47  # nobody scored the prompt before
+    both = measure(model, answers, reference=answers[::-1][::-1])
+    assert both.sequences.tokens.tolist() == [47] + [8] * 7
 
 
 @pytest.mark.parametrize("base", [2, 10])

@@ -1,13 +1,15 @@
 """Shadow training: the release's trajectory, and what the mismatch compares."""
 
+import runpy
+
 import pytest
 import torch
 
 from fragility_core.models.blocks import blocks
 from fragility_core.surrogates.monitor import window_losses
 from fragility_core.theory import mismatch
-from fragility_lab.experiments import bench
 from fragility_lab.experiments.shadow import ShadowTraining, warmed_up
+from fragility_lab.paths import PROJECT
 from fragility_numerics.attention import OBSERVED_EAGER
 from fragility_quantization.quantized import lower
 
@@ -125,5 +127,5 @@ def test_warm_up(step, rate):
 
 def test_bench_times_a_step_of_e5():
     """It takes longer than the training step alone, which is a part of it."""
-    times = bench.time_training_step(1)
+    times = runpy.run_path(str(PROJECT / "tools/bench.py"))["time_training_step"](1)
     assert times["pass"].tolist() == ["E5 step / training step"] and times.ratio.item() > 1

@@ -211,7 +211,7 @@ def _peak() -> float:
 
 def memory_passes() -> pd.DataFrame:
     """Memory of the monitored pass over the plain eager pass, and of an estimate; each in a fresh process."""
-    command = [sys.executable, "-m", __spec__.name, "--peak"]
+    command = [sys.executable, __file__, "--peak"]
     given = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     peaks = {kind: float(subprocess.check_output([*command, kind], env=given, text=True)) for kind in ALONE}
     pairs = ("monitored", "plain", 1.3), ("estimate", "training forward", 1.5)
