@@ -22,9 +22,8 @@ The names that most people need, for a Hugging Face ``model`` in fp32 and ``toke
     quantized = apply(model, choices.plan(choices.within_bits(6.0)))  # the least KL at 6 bits a weight on average
 
 ``predictor`` estimates; ``explain`` says why errors add up and what they change; ``mixed_precision`` makes plans, and
-writes them for other libraries. ``fragility_quantization`` has recipes. ``fragility_offload`` is for
-models larger than memory. The package imports fragility_core, never the other way round. Importing it imports nothing
-heavy: each name is looked up when it is first used.
+writes them for other libraries. ``fragility_quantization`` has recipes, ``fragility_offload`` is for models larger than
+memory. The package imports fragility_core, never the other way round. Each name is looked up when it is first used.
 """
 
 from fragility_core import lazily

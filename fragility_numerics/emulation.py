@@ -116,10 +116,12 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
             return kwargs.get("dtype") == self.format.compute_dtype
         return {x.dtype for x in operands} == {self.format.compute_dtype}
 
+    def drawing(self, x: Tensor) -> tuple[torch.Generator | None, int]:
+        """The generator by which ``x`` is rounded, and its copies: 1 for a tensor that all copies share."""
+        return self.generator, self.copies if x.ndim and len(x) % self.copies == 0 else 1
+
     def _round(self, x: Tensor) -> Tensor:
-        of_copies = x.ndim and len(x) % self.copies == 0  # but not tensors that all copies share
-        rounded = self.format.round(x, self.generator, self.copies if of_copies else 1)
-        return rounded.to(self.format.compute_dtype)
+        return self.format.round(x, *self.drawing(x)).to(self.format.compute_dtype)
 
     def _narrow(self, x: Tensor) -> Tensor:
         return self._round(x) if x.dtype == torch.float32 else x
@@ -128,8 +130,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
         return x.float() if x.dtype == self.format.compute_dtype else x
 
     def _in_fp32(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        wide_args = map_tensors(args, self._widen)
-        wide_kwargs = map_tensors(kwargs, self._widen)
+        wide_args, wide_kwargs = map_tensors((args, kwargs), self._widen)
         requested = kwargs.get("dtype")
         if kernel.overloadpacket.__name__ in SOFTMAXES and wide_args[2]:  # half_to_float: fp32 on output, on CUDA
             wide_args, requested = (*wide_args[:2], False), torch.float32
@@ -160,6 +161,5 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
 
     def _cast(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         narrowed = kwargs.get("dtype") == self.format.compute_dtype != args[0].dtype
-        if narrowed and (self.format.is_storage_only or self.generator is not None):
-            return kernel(self._round(args[0].float()), **kwargs)
-        return kernel(*args, **kwargs)
+        rounds = narrowed and (self.format.is_storage_only or self.generator is not None)
+        return kernel(*([self._round(args[0].float())] if rounds else args), **kwargs)

@@ -26,6 +26,7 @@ PRIVATE = {
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether this CPU multiplies in bf16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether this CPU multiplies in fp16",
     "transformers.PreTrainedConfig._attn_implementation": "the attention that a model is set to",
+    "transformers.PreTrainedConfig._experts_implementation": "the form of experts that a model is set to",
     "transformers.PreTrainedModel._from_config": "which buffers a model made in 16 bits has in them",
     "transformers.PreTrainedModel._keep_in_fp32_modules": "what from_pretrained leaves in fp32 beside fp16",
     "transformers.PreTrainedModel._keep_in_fp32_modules_strict": "what from_pretrained leaves in fp32",
@@ -90,6 +91,11 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 def attention_of(model: nn.Module) -> str | None:
     """The name of the attention that ``model`` is set to; None for a model that has no such setting."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def experts_of(model: nn.Module) -> str | None:
+    """The name of the implementation of experts that ``model`` is set to; None for a model without such a setting."""
+    return getattr(getattr(model, "config", None), "_experts_implementation", None)
 
 
 @contextmanager

@@ -93,9 +93,10 @@ def copied_tree(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:
 
     Most of what a module holds are empty collections of hooks. To copy those one by one would take half of the time.
     """
-    held = chain.from_iterable(vars(module).values() for module in model.modules())
+    held = [*chain.from_iterable(vars(module).values() for module in model.modules())]
     empty = {id(x): type(x)() for x in held if type(x) in (dict, OrderedDict, set) and not x}
-    return copy.deepcopy(model, empty | {**known})
+    states = {id(x): x.detach().clone() for x in held if isinstance(x, Tensor) and not x.is_leaf}  # of earlier passes
+    return copy.deepcopy(model, empty | states | {**known})
 
 
 def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Collection
-from contextlib import nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from fragility_core.models.paths import attention_modules, within
+from fragility_numerics.emulation import Emulation
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.internals import current_dispatch_mode
 from fragility_numerics.lowering import base_of
@@ -60,8 +60,10 @@ def round_stored(x: Tensor, name: str, stored: NumberFormat) -> Tensor:
     if hasattr(mode, "round_stored"):
         return mode.round_stored(x, name, stored)
     emulation = current_dispatch_mode()
-    with nullcontext() if emulation is None else emulation.paused():
+    if not isinstance(emulation, Emulation):  # none, or someone else's
         return stored.round(x).to(x.dtype)
+    with emulation.paused():
+        return stored.round(x, *emulation.drawing(x)).to(x.dtype)
 
 
 def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = ()) -> None:

@@ -11,11 +11,11 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.paths import block_of, embedding_paths, head_paths, is_linear
+from fragility_numerics.emulation import Emulation
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.kernels import WEIGHT_PRODUCTS
 from fragility_numerics.modes import FunctionMode
@@ -37,7 +37,7 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
         for path, module in model.named_modules()
         if block_of(path) and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == (2 if is_linear(module) else 3)
+        if (parameter.ndim == 2 if is_linear(module) else parameter.ndim == 3 and min(parameter.shape[1:]) > 1)
     }
 
 
@@ -154,17 +154,17 @@ def operands_by_storage(weights: Mapping[str, Tensor], recipe: Recipe) -> dict[i
 class RoundedOperands(FunctionMode):
     """A context in which the linear layers of ``model`` read their inputs as ``recipe`` says.
 
-    With a ``generator`` the rounding is stochastic. The rounding itself runs inside of ``paused()``.
+    Under a stochastic ``emulation`` the rounding is, too. The rounding itself runs inside of ``paused()``.
     """
 
     keeps_activations = True
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, paused: Callable[[], AbstractContextManager],
-        generator: torch.Generator | None = None,
+        emulation: Emulation | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.kernels, self.paused, self.generator = recipe.kernels, paused, generator
+        self.kernels, self.paused, self.emulation = recipe.kernels, paused, emulation
         self.recipe, self.weights = recipe, stored_weights(model, recipe)
         self.offloaded = any(map(source_of, self.weights.values()))
         self._layers = operands_by_storage(self.weights, recipe)
@@ -196,6 +196,7 @@ class RoundedOperands(FunctionMode):
         if not x.is_floating_point():
             return x
         widened = x.float() if wide else x
-        if x.dtype != self.kernels.compute_dtype or isinstance(x, nn.Parameter) or storages([x]) & self.layers.keys():
+        other = x.dtype != self.kernels.compute_dtype and not wide  # experts cast inputs to the weights' dtype
+        if other or isinstance(x, nn.Parameter) or storages([x]) & self.layers.keys():
             return widened
-        return stored.round(widened, self.generator).to(widened.dtype)
+        return stored.round(widened, *(self.emulation.drawing(x) if self.emulation else ())).to(widened.dtype)

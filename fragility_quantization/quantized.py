@@ -11,6 +11,7 @@ from torch import nn
 from fragility_core.models.paths import embedding_paths
 from fragility_numerics import lowering
 from fragility_numerics.formats import NumberFormat
+from fragility_numerics.internals import experts_of
 from fragility_numerics.lowering import LowPrecision, Storing, refuse_bare_calls, require_module, stays_fp32
 from fragility_quantization.cache import store_cache
 from fragility_quantization.operands import (
@@ -48,8 +49,7 @@ class Quantized(LowPrecision):
             if self.plain or self.weights_only:
                 yield
                 return
-            generator = None if self.emulation is None else self.emulation.generator
-            with RoundedOperands(self.model, self.recipe, self.paused, generator):
+            with RoundedOperands(self.model, self.recipe, self.paused, self.emulation):
                 yield
 
 
@@ -100,6 +100,11 @@ def lower(model: nn.Module, recipe: str | Recipe | NumberFormat | torch.dtype, e
         raise ValueError(
             f"static scales must be measured before a model is lowered, got {chosen.name}: calibrate it over windows "
             "with fragility_quantization.static_scales.calibrated(model, recipe, tokens)"
+        )
+    if chosen.linear.inputs is not None and experts_of(model) == "batched_mm":
+        raise ValueError(
+            "inputs of experts are rounded where a product reads the stored weights, of which batched_mm makes copies: "
+            "call model.set_experts_implementation('grouped_mm')"
         )
     storing = how_stored(model, chosen, widened=execution == "weights")
     low = lowering.lower(model, chosen.kernels, execution, storing)

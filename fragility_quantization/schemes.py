@@ -5,12 +5,13 @@ largest magnitude, so that no number leaves the range of the format.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fragility_numerics.formats import FORMATS, Format
+from fragility_numerics.formats import FORMATS, Format, integers
 
 GRANULARITIES = ("tensor", "row", "group", "block")
 SCALES = {"fp32": 32, "bf16": 16, "e8m0": 8, "e4m3": 8}  # the kinds of scales, with their bits
@@ -65,8 +66,9 @@ class Scheme:
             raise ValueError(f'only integers have the rule "{self.rule}", got {self.format.name}')
         if not self.symmetric and (self.format.lowest is None or self.scale in ("e8m0", "e4m3") or self.rule == "mse"):
             raise ValueError("only integers with scales in fp32 or bf16, by the largest value, may be asymmetric")
-        if self.static and self.granularity != "tensor":
-            raise ValueError(f"a static scheme has one scale for the whole tensor, got one for a {self.granularity}")
+        if self.static and (self.granularity, self.symmetric, self.rule == "mse") != ("tensor", True, False):
+            given = f"one for a {self.granularity}, symmetric={self.symmetric}, rule={self.rule!r}"
+            raise ValueError(f"a static scheme has one scale for the whole tensor by its largest input, got {given}")
 
     @property
     def name(self) -> str:
@@ -133,7 +135,7 @@ class Scheme:
         exact = x.float()
         groups = self._grouped(exact)
         if not self.symmetric:
-            read = self._round_asymmetric(groups)
+            read = self._round_asymmetric(groups, generator, copies)
         else:
             scale = self._scale(groups)
             read = self._numbers(groups / scale, generator, copies) * scale
@@ -224,13 +226,16 @@ class Scheme:
 
     def _range(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero, which is a number of levels above the lowest, of every group."""
-        low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True).clamp_min(0)
+        known = torch.where(is_measured(groups), groups, 0.0)
+        low, high = known.amin(-1, keepdim=True).clamp_max(0), known.amax(-1, keepdim=True).clamp_min(0)
         scale = self._stored((high - low).clamp_min(SMALLEST), 2.0**self.format.bits - 1)
         return scale, (-low / scale).round()
 
-    def _round_asymmetric(self, groups: Tensor) -> Tensor:
+    def _round_asymmetric(self, groups: Tensor, *how: Any) -> Tensor:
+        if not groups.numel():
+            return groups
         scale, zero = self._range(groups)
-        levels = ((groups / scale).round() + zero).clamp(0, 2.0**self.format.bits - 1)
+        levels = (integers(24).round(groups / scale, *how) + zero).clamp(0, 2.0**self.format.bits - 1)
         return (levels - zero) * scale
 
 

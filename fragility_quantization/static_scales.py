@@ -45,11 +45,13 @@ def require_named(recipe: Recipe) -> None:
 def calibrated(model: nn.Module, recipe: Recipe, tokens: Tensor) -> Recipe:
     """``recipe`` with static scales from the largest inputs of each linear layer in fp32 passes over ``tokens`` (B, T).
 
-    Layers that no token reached have no scale, and are left as they are. Raises ValueError for experts that share one
-    module, whose inner inputs cannot be seen from outside.
+    Layers that no token reached have no scale, and are left as they are. Raises ValueError for a model in training mode
+    and for experts that share one module, whose inner inputs cannot be seen from outside.
     """
     if not needs_calibration(recipe):
         return recipe
+    if model.training:
+        raise ValueError("static scales need the model in eval mode, got training mode: call model.eval()")
     static = [p for p in dict.fromkeys(map(owner, stored_weights(model, recipe))) if is_static(recipe.operands(p))]
     if together := [path for path in static if not is_linear(model.get_submodule(path))]:
         raise ValueError(
@@ -72,4 +74,5 @@ def calibrated(model: nn.Module, recipe: Recipe, tokens: Tensor) -> Recipe:
         scheme: Any = operands.inputs
         measured = replace(scheme, largest_input=largest[path]) if path in largest else None
         layers[path] = replace(operands, inputs=measured)
-    return replace(recipe, layers=layers, linear=Operands(recipe.linear.weights))
+    linear = Operands(recipe.linear.weights) if is_static(recipe.linear) else recipe.linear
+    return replace(recipe, layers=layers, linear=linear)

@@ -52,7 +52,7 @@ class RandomSigns:
         error = local_error(read, stored.round(read).float())
         if self.stochastic:
             error = stochastic_error(error, read, stored)
-        return x + with_random_signs(error, self.generator, alike)
+        return x + with_random_signs(error, self.generator, alike and not self.stochastic)
 
     def weight(self, leaf: Tensor, rounded: RoundedParameters, path: str) -> Tensor:
         """The weight or buffer at ``path`` with its error; ``leaf`` holds it without."""

@@ -219,7 +219,7 @@ class Contributions:
         pairs = [(i, stream) for i, gains in enumerate(embedding) if gains and stream not in (None, i)]
         plans = [*units, *(self.together([units[i] for i in pair]) for pair in pairs)]
         needs = [(len(units) + n, i) for n, pair in enumerate(pairs) for i in pair]
-        covers = np.reshape([self.vanishing(plan) for plan in plans], (len(plans), -1))
+        covers = np.reshape([self.vanishing(plan) for plan in plans], (len(plans), len(self.relative)))
         free = np.zeros(len(pairs))
         errors = errors or [0.0] * len(units)
         return Knapsack(

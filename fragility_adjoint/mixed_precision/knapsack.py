@@ -116,6 +116,8 @@ class Knapsack:
 
         The budget holds to about 1e-6 of ``unit``, by which it is given.
         """
+        if not len(self.errors):
+            return np.zeros(0, dtype=bool)
         limits = list(self._rules)
         if np.isfinite(budget):
             scale = max(unit, 1e-6 * np.abs(amounts).max(initial=0), 1e-300)
@@ -132,7 +134,11 @@ class Knapsack:
 @contextmanager
 def silenced() -> Iterator[None]:
     """A context in which nothing reaches the process's stdout: HiGHS writes lines of its own there, unasked."""
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    except OSError:  # it is closed
+        yield
+        return
     try:
         os.dup2(nowhere, 1)
         yield

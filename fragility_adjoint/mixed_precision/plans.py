@@ -111,13 +111,14 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     ``execution`` is that of ``lowering.lower``. By default it is "weights" for a plan that was made for weights alone.
     A pass over ``tokens`` (B, T), two zeros unless given, checks that the kept parts compute in fp32 and round nothing.
     Static scales are measured over the tokens, which then must be given. Raises ValueError for an unknown module, for
-    one that does not run or is not in force, and for a residual stream or scores that cannot be kept.
+    one that does not run or is not in force, for a residual stream or scores that cannot be kept, and in training mode.
     """
+    if model.training:
+        raise ValueError("a plan is checked in a pass of the model in eval mode, got training mode: call model.eval()")
     require_modules(model, plan.modules)
-    recipe = plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens)
+    recipe = with_known_layers(model, plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens))
     if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
         raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
-    recipe = with_known_layers(model, recipe)
     layers = map(owner, stored_weights(model, recipe))
     kept = {path: Operands() for path in layers if any(within(path, module) for module in plan.modules)}
     recipe = replace(recipe, layers=dict(recipe.layers) | kept, uncached=recipe.uncached | {*plan.modules})

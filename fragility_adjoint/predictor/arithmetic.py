@@ -168,8 +168,9 @@ class LowArithmetic(FunctionMode):
             return self.round(self.call(Tensor.clone, x), name, format=numbers)
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype that ``x`` has in the low-precision pass."""
-        return self.format.compute_dtype if self.rounding and stored_as(x) else x.dtype
+        """The dtype that ``x`` has in the low-precision pass; of weights that are multiplied in fp32, the format's."""
+        low = self.rounding and stored_as(self.parameters.weights.get(id(x), x))
+        return self.format.compute_dtype if low else x.dtype
 
     def _to_fp32(self, x: Tensor) -> Tensor:
         """The fp32 tensor that stands for ``x`` if ``x`` is of the low dtype, else ``x``."""
@@ -249,8 +250,8 @@ class LowArithmetic(FunctionMode):
         if call.only_moves(y):
             if call.name in FILLING_FUNCTIONS and not self.exact:  # the constant may be no number of the format
                 y.data.copy_(self.format.round(y.data).float())
-            kind = "weight" if {*map(stored_as, call.floating)} == {"weight"} else "value"
-            return mark_stored(mark_stream(y, stream), kind)
+            moved = {*map(stored_as, call.floating)} == {"weight"} and call.name != "embedding"  # its rows are values
+            return mark_stored(mark_stream(y, stream), "weight" if moved else "value")
         constant = not call.floating or (call.in_place and not y.requires_grad)
         stream = stream and call.name in SUMS and is_block(self.recorder.path[-1])
         return mark_stream(

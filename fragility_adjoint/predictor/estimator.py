@@ -11,15 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from fragility_adjoint.internals import (
-    copy_marks,
-    entering,
-    mark_stream,
-    out_of_memory,
-    reference_of,
-    refused_by_vmap,
-    without_vmap_fallback,
-)
+from fragility_adjoint import internals
 from fragility_adjoint.predictor import recomputed
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.overflow import Overflow, first_overflow, with_overflows
@@ -110,7 +102,7 @@ class Adjoint:
         self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
         rounds = self._dtype != torch.float32
         self.model: Any = sharing_copy(low.model)
-        self.recorder, self.lock = ErrorRecorder(), threading.Lock()
+        self.recorder, self.lock = ErrorRecorder(low.execution != "stochastic"), threading.Lock()
         self._sites = pd.DataFrame()
         self.rounded = rounded = RoundedParameters(low, self.model, reference, self.recorder, self._dtype)
         self._stream = Stream(self.model, rounded, self.recorder) if is_offloaded(self.model) else None
@@ -251,7 +243,7 @@ class Adjoint:
         counted = window.counted(final)
         if not self.secant:
             return self.target.norm(final.detach(), counted), None
-        exact = reference_of(final).detach()
+        exact = internals.reference_of(final).detach()
         error = ((exact - final.detach()) * counted).flatten()
         products = signs.flatten(1) @ error
         return self.target.norm(exact, counted), torch.cat([torch.linalg.vector_norm(error)[None], products])
@@ -264,7 +256,7 @@ class Adjoint:
                 self._backward_once(finals, leaves, signs)
                 return
             except RuntimeError as error:
-                if not (refused_by_vmap(error) or out_of_memory(error)):
+                if not (internals.refused_by_vmap(error) or internals.out_of_memory(error)):
                     raise
                 self.recorder.rewind(before)
                 if self._stream is not None and self._stream.at_once:
@@ -279,7 +271,7 @@ class Adjoint:
             self.recorder.probe = 0
 
     def _backward_once(self, finals: list[Tensor], leaves: list[Tensor], signs: list[Tensor]) -> None:
-        with without_vmap_fallback(), nullcontext() if self._stream is None else self._stream.backward():
+        with internals.without_vmap_fallback(), nullcontext() if self._stream is None else self._stream.backward():
             backward(finals, leaves, signs, keep_graph=True)
 
     def _prediction(self, contributions: np.ndarray, norms: Tensor, length: int) -> Prediction:
@@ -314,13 +306,13 @@ def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     up in each block. Streamed passes cannot but do so, and both forms are to give the same bits.
     """
     with without_function_modes():
-        args, kwargs = entering(block, args, kwargs)
+        args, kwargs = internals.entering(block, args, kwargs)
     stream = args[0] if args else kwargs.get("hidden_states")
     if isinstance(stream, Tensor):
-        mark_stream(stream)
+        internals.mark_stream(stream)
 
     def own(x: Tensor) -> Tensor:
-        return copy_marks(x, x.view_as(x)) if x.requires_grad and x is not stream else x
+        return internals.copy_marks(x, x.view_as(x)) if x.requires_grad and x is not stream else x
 
     with without_function_modes():
         return map_tensors((args, kwargs), own)

@@ -69,7 +69,8 @@ class ErrorRecorder:
     first seen, over all passes.
     """
 
-    def __init__(self):
+    def __init__(self, alike: bool = True):
+        self.alike = alike  # errors of a channel of inputs; those of stochastic rounding are not
         self.places: dict[Place, int] = {}
         self.numbered: list[Place] = []  # the same, in order
         self.ran: set[str] = set()  # paths of the modules that ran
@@ -250,7 +251,7 @@ class ErrorRecorder:
         if self.observer is not None:
             self.observer(place, weighted_error)
         own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
-        if self.numbered[place].name == "operand":  # alike at all positions, see ``record``
+        if self.alike and self.numbered[place].name == "operand":  # alike at all positions, see ``record``
             own = own.unflatten(1, (-1, weighted_error.shape[-1])).sum(1)
         return torch.linalg.vector_norm(own, dim=1), own.sum(1)
 

@@ -325,7 +325,12 @@ def one_token_pass(base: Any, found: list[nn.Module]) -> dict[nn.Module, dict[nn
         base.eval()
         table = base.get_input_embeddings().weight
         token = torch.randn(1, 1, table.shape[-1], generator=torch.Generator().manual_seed(0))
-        base(inputs_embeds=token.to(table), use_cache=False)
+        try:
+            base(inputs_embeds=token.to(table), use_cache=False)
+        except (RuntimeError, ValueError) as cause:  # Gemma 4 looks up more by the tokens themselves
+            raise TypeError(
+                f"the score needs a model that runs over embedded tokens, which {type(base).__name__} does not"
+            ) from cause
     return calls
 
 

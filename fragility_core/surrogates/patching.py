@@ -9,6 +9,7 @@ same random bits, so they differ by the patch alone.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,8 +105,10 @@ class Patching:
             yield
 
     def _follow_positions(self, stack: ExitStack) -> None:
-        if (rotary := getattr(self.low.model.base_model, "rotary_emb", None)) is not None:
-            stack.callback(rotary.register_forward_hook(self._keep_positions, with_kwargs=True).remove)
+        for path, rotary in self.low.model.named_modules():  # that of a multimodal model is deeper inside
+            if path.endswith("rotary_emb"):
+                keep = partial(self._keep_positions, self.model.get_submodule(path))
+                stack.callback(rotary.register_forward_hook(keep, with_kwargs=True).remove)
 
     def _patched(self, reference: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Result of the fp32 block ``reference`` for ``x``, with the other arguments of a low-precision block.
@@ -121,11 +124,10 @@ class Patching:
         with self.low.paused():
             return reference(x.float(), *args[1:], **kwargs)
 
-    def _keep_positions(self, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: object) -> None:
+    def _keep_positions(self, twin: Any, rotary: nn.Module, args: Any, kwargs: dict[str, Any], output: object) -> None:
         """Compute rotary embeddings in fp32 for the fp32 blocks; each kind of layer has its own in Gemma 3."""
         with self.low.paused():
-            base: Any = self.model.base_model
-            exact = base.rotary_emb(args[0].float(), *args[1:], **kwargs)
+            exact = twin(args[0].float(), *args[1:], **kwargs)
         self.positions[id(output)] = output, exact  # what is kept has an id of its own
 
     def _entry(self, reference: nn.Module, windows: int) -> Callable[..., Tensor]:
@@ -156,7 +158,7 @@ def patch_effects(patched: Tensor, reference: Tensor) -> pd.DataFrame:
     ``exact_reduction`` = ``base_mismatch`` - ``patched_mismatch`` (Section 6.3 (`subsec:e3`)).
     ``reduction_fraction`` is ``exact_reduction`` / ``base_mismatch``. An overflow gives nonfinite values.
     """
-    base, *rest = mismatch(patched, reference).cpu().double().numpy()  # (B,) each, one transfer
+    base, *rest = mismatch(patched, reference).detach().cpu().double().numpy()  # (B,) each, one transfer
     places = pd.MultiIndex.from_product([range(len(base)), range(len(rest))], names=["window", "layer"])
     measured = {"base_mismatch": np.repeat(base, len(rest)), "patched_mismatch": np.stack(rest, 1).ravel()}
     effects = pd.DataFrame(measured, places).reset_index()

@@ -27,7 +27,8 @@ def residual_condition_bound(rho: Real) -> Real:
 
     J_f = diag(rho, -rho) attains it. Raises ValueError for a rho outside [0, 1).
     """
-    if not np.all((np.asarray(rho) >= 0) & (np.asarray(rho) < 1)):
+    values = rho.detach().cpu() if isinstance(rho, Tensor) else np.asarray(rho)
+    if not ((values >= 0) & (values < 1)).all():
         raise ValueError(
             f"the condition number is bounded for 0 <= rho < 1 in every block, got rho = {rho}; "
             "downstream_transport bounds the forward error for any rho"

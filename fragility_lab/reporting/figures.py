@@ -194,6 +194,8 @@ def e2_transport(runs: pd.DataFrame) -> Axes:
 
     values = runs[["no_transport_pearson", "combined_pearson"]]
     shown = with_length(runs.dropna(subset=[*values]))
+    if shown.empty:
+        raise ValueError("figures of E2 need a run with correlations, got none: nearly all windows overflowed")
     points = {"hue": "precision", "style": "window length", "s": 80}
     axes = sns.scatterplot(shown, x="no_transport_pearson", y="combined_pearson", ax=canvas(), **points)
     square(axes, min(0.0, values.min().min()) - 0.05, values.max().max() + 0.05)

@@ -148,6 +148,18 @@ def test_mean_over_stochastic_roundings(implementation, tiny_gpt2, tiny_tokens):
     np.testing.assert_allclose(kernels.predicted, squares.mean(0).sqrt(), rtol=0.08)
 
 
+@pytest.mark.parametrize("recipe", ["w8a8-int8@fp32", "fp8-dynamic@fp32", "kv-int8@fp32", "torch-int8"])
+def test_mean_over_stochastic_roundings_of_operands_and_caches(recipe, tiny_gpt2, tiny_tokens):
+    """Each number is rounded on its own: those of a channel, which are alike to nearest, are not."""
+    low = lower(tiny_gpt2, recipe)
+    weights = low_hidden(lower(tiny_gpt2, recipe, "weights"), tiny_tokens)
+    draws = [low_hidden(low.stochastic(seed), tiny_tokens) for seed in range(24)]
+    assert not torch.equal(draws[0], draws[1])
+    squares = torch.stack([mismatch(draw, weights) ** 2 for draw in draws]).mean(0)
+    predicted = predict_kernels_only(Adjoint(low.stochastic(0), probes=8)(tiny_tokens)).predicted
+    np.testing.assert_allclose(predicted**2, squares, rtol=0.3)
+
+
 def predict_kernels_only(prediction):
     """The prediction without the rounding of weights."""
     return predict(prediction.contributions.query("kind == 'kernel'"), prediction.windows)

@@ -191,7 +191,7 @@ def test_schemes_beside_a_mix_are_types_of_single_tensors(monkeypatch):
     assert {name for _, name in plan.layers} == {"ggml-q8_0"}
 
 
-@pytest.mark.parametrize("budget", ["", "2.5 blocks", "5 wolves", "bits", "KL", "9" * 400 + " MB", "-1 block"])
+@pytest.mark.parametrize("budget", ["", "3 s", "2.5 blocks", "5 wolves", "bits", "KL", "9" * 400 + " MB", "-1 block"])
 def test_other_budgets_are_refused(budget):
     with pytest.raises(ValueError, match="a budget is a number of blocks") as caught:
         parse_budget(budget)

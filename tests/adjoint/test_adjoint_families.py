@@ -1,6 +1,7 @@
 """The predictor on every family of decoders as Hugging Face ships them: small configurations, random weights."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from fragility_core.models.paths import final_hidden
 from fragility_core.theory import mismatch
 from fragility_lab.measurement.routing import ExpertChoices, changed_choices, expert_choices
 from fragility_numerics.attention import OBSERVED_EAGER, set_attention
+from fragility_numerics.nested import tensors
 from fragility_quantization.quantized import lower
+from fragility_quantization.recipes import get_recipe
 
 SITES = {"embedding", "norm", "projection", "scores", "softmax", "context", "mlp", "residual", "head"}
 
@@ -62,6 +65,43 @@ def test_families_that_the_code_was_not_written_for(config):
     model = random_model(config)
     low = lower(model, "bf16")
     assert 0.92 < mean_ratio(model, low) < 1.08
+
+
+@pytest.mark.parametrize("recipe", ["w8a8-int8", "fp8-dynamic@fp32"])
+@pytest.mark.parametrize("config", [*DENSE, *OTHERS], ids=lambda config: config.model_type)
+def test_the_pass_of_the_predictor_is_the_real_one(config, recipe):
+    """Some families read the embedding itself in their first block, whose inputs are rounded, too."""
+    model = random_model(config)
+    low = lower(model, recipe, "auto" if "@" in recipe else "emulated")
+    found = Adjoint(low, model, gradients="secant")(TOKENS[:1]).windows.measured.item()
+    real = mismatch(low_hidden(low, TOKENS[:1]), final_hidden(model, TOKENS[:1])).item()
+    assert found == pytest.approx(real, rel=2e-3)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-dynamic", "mxfp4"])
+@each_mixture
+def test_experts_round_their_inputs_in_whatever_form_they_are_multiplied(config, recipe):
+    """Grouped products, which are the library's default, and one expert after the other: by the first block's MLP."""
+    model, found = random_model(config), {}
+    for form in ("grouped_mm", "eager", "plain"):
+        model.set_experts_implementation(form if form != "plain" else "eager")
+        low = lower(model, without_inputs(recipe) if form == "plain" else recipe, "emulated")
+        mlp = low.model.get_submodule("model.layers.0.mlp")
+        hook = mlp.register_forward_hook(lambda m, i, out, form=form: found.update({form: next(tensors(out)).float()}))
+        low_hidden(low, TOKENS)
+        hook.remove()
+    assert mismatch(found["grouped_mm"], found["eager"]).max() < 0.01
+    assert mismatch(found["plain"], found["eager"]).min() > 0.02
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(ValueError, match="batched_mm makes copies: call model.set_experts_implementation"):
+        lower(model, recipe, "emulated")
+    lower(model, "w4a16-g32", "emulated")  # rounds weights alone
+
+
+def without_inputs(name):
+    """The recipe that rounds the same weights, and no inputs of their products."""
+    recipe = get_recipe(name)
+    return replace(recipe, name="weights", linear=replace(recipe.linear, inputs=None))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", OBSERVED_EAGER])

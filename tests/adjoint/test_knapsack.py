@@ -12,6 +12,21 @@ from fragility_adjoint.mixed_precision import knapsack
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
 
 
+def test_a_closed_output_needs_no_silence():
+    """As a service without one starts Python."""
+    kept = os.dup(1)
+    os.close(1)
+    try:
+        with knapsack.silenced():
+            done = True
+        with pytest.raises(OSError):
+            os.fstat(1)
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert done
+
+
 @st.composite
 def problems(draw):
     """Two groups with up to three schemes, and up to three parts with all kinds of dependences."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import OLDER
 from tiny import TINY, random_gpt2, random_model, random_tokens
+from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
@@ -41,6 +42,28 @@ def squares(prediction) -> pd.Series:
     )
     rows["occurrence"] = rows.groupby(["module", "name", "kind"]).cumcount()
     return rows.set_index(["module", "name", "occurrence", "kind"]).c2
+
+
+def test_static_layers_leave_the_dynamic_inputs_of_others():
+    model, layer = random_gpt2(TINY), "transformer.h.0.mlp.c_fc"
+    low = apply(model, Plan("w8a8-int8", layers=((layer, "fp8-static"),)), tokens=TOKENS)
+    assert low.recipe.operands(layer).inputs.largest_input > 0
+    assert low.recipe.operands("transformer.h.1.mlp.c_fc") == get_recipe("w8a8-int8").linear
+
+
+def test_models_in_training_mode_are_refused():
+    model = random_gpt2(TINY).train()
+    with pytest.raises(ValueError, match=r"eval mode, got training mode: call model\.eval"):
+        apply(model, Plan("bf16", modules=("transformer.h.0",)))
+    with pytest.raises(ValueError, match=r"eval mode, got training mode: call model\.eval"):
+        calibrated(model, get_recipe("fp8-static"), TOKENS)
+
+
+def test_a_model_without_blocks_has_plans_of_none():
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    known = Contributions(model, Adjoint(lower(model, "bf16"), model)(random_tokens(1, 12, vocabulary=50)))
+    for unit in ("blocks", "modules", "sites"):
+        assert known.plan(0, unit).modules == ()
 
 
 def planned(model, plan):

@@ -11,7 +11,15 @@ from tiny import TINY, low_hidden, random_gpt2, random_tokens
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from fragility_core import theory
 from fragility_core.models.blocks import blocks
@@ -387,6 +395,7 @@ def test_loss_is_the_librarys(tiny_gpt2, tiny_tokens):
     losses = Monitor(lower(tiny_gpt2, "fp32"))(tiny_tokens, loss=True).windows.loss
     want = [tiny_gpt2(window[None], labels=window[None]).loss.item() for window in tiny_tokens]
     assert losses.tolist() == [close(1e-5, loss) for loss in want]
+    assert Monitor(lower(tiny_gpt2, "fp32"))(tiny_tokens.int(), loss=True).windows.loss.tolist() == losses.tolist()
 
 
 # --- How it is computed --------------------------------------------------------------------------
@@ -620,6 +629,17 @@ def test_blocks_without_gates_or_head_norms(format, mixed_qwen3, tiny_tokens):
 
 
 # --- Settings, refusals and overflow -------------------------------------------------------------
+
+
+def test_a_model_that_looks_up_more_than_embeddings_is_refused_by_name():
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
+        "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+    }  # fmt: skip
+    model = Gemma4ForCausalLM(Gemma4TextConfig(layer_types=["sliding_attention", "full_attention"], **sizes)).eval()
+    with pytest.raises(TypeError, match="runs over embedded tokens, which Gemma4TextModel does not"):
+        Monitor(lower(model, "bf16"))
 
 
 def test_statistics_do_not_depend_on_the_blocks_of_rows(tiny_gpt2, tiny_tokens, monkeypatch):

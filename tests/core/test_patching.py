@@ -3,10 +3,23 @@
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SiglipVisionConfig,
+)
 
 from fragility_core.surrogates.monitor import Monitor
-from fragility_core.surrogates.patching import Patching, patch_effects
+from fragility_core.surrogates.patching import Patching, patch, patch_effects
 from fragility_core.theory import mismatch
 from fragility_numerics.attention import OBSERVED_EAGER, observing_attention, set_attention
 from fragility_numerics.lowering import LowPrecision
@@ -168,7 +181,7 @@ def test_realisations_are_reproducible_and_differ(model, tiny_tokens, reference)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_e4m3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_e4m3", "w8a8-int8", "fp8-dynamic@fp32", "kv-int8"])
 def test_variants_that_differ_by_nothing_stay_equal_under_one_realisation(precision, model, tiny_tokens):
     """All variants get the same random bits in every kernel after their block, for both windows."""
     realisation = lower(model, precision).stochastic(0)
@@ -184,6 +197,46 @@ def test_variants_that_differ_by_nothing_stay_equal_under_one_realisation(precis
     assert len(variants) == 3 and all(torch.equal(variant, base) for variant in variants)
     assert not torch.equal(base[0], base[1])
     assert realisation.emulation.copies == 1
+
+
+TEXT = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+INSIDE = {
+    "gemma3": lambda: Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=Gemma3TextConfig(head_dim=16, layer_types=["sliding_attention", "full_attention"], **TEXT),
+            vision_config=SiglipVisionConfig(num_hidden_layers=1, **VISION), mm_tokens_per_image=4,
+        )
+    ),
+    "llava": lambda: LlavaForConditionalGeneration(
+        LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(num_hidden_layers=3, **VISION))
+    ),
+    "llama4": lambda: Llama4ForCausalLM(
+        Llama4TextConfig(head_dim=16, intermediate_size_mlp=96, num_local_experts=2, moe_layers=[], **TEXT)
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", INSIDE)
+def test_positions_deeper_inside_a_model_are_those_of_the_fp32_block(family):
+    """All blocks patched one at a time: each leaves less of the error, as rounding is in the other one alone."""
+    torch.manual_seed(0)
+    model = INSIDE[family]().eval()
+    low, tokens = lower(model, "bf16", "emulated"), torch.arange(16)[None] + 3
+    exact = model(tokens).logits
+
+    def apart():
+        return (low(tokens).logits.float() - exact).norm().item()
+
+    whole, each = apart(), []
+    for block in range(2):
+        with patch(low, model, block):
+            each.append(apart())
+    assert max(each) < whole and min(each) > 0.05 * whole
 
 
 # --- Effects -------------------------------------------------------------------------------------

@@ -236,6 +236,15 @@ def test_spectral_norm_from_gram_of_values(seed, rows, width, decay):
     assert (rounded <= exact * (1 + allowed)).all() and (rounded >= exact * (1 - 0.004 - allowed)).all()
 
 
+@pytest.mark.parametrize("width", [320, 640, 1024])
+def test_spectral_norm_from_gram_of_wide_heads(width):
+    """Of a flat spectrum, whose powers are as small as they can be."""
+    for matrix in (9 * torch.eye(width), torch.diag(torch.cat([torch.ones(width - 1), torch.full((1,), 1.125)]))):
+        exact = torch.linalg.eigvalsh(matrix.double())[-1].sqrt().item()
+        for dtype in (torch.float32, torch.bfloat16):
+            assert spectral_norm_from_gram(matrix.to(dtype)).item() == pytest.approx(exact, rel=0.004)
+
+
 def test_spectral_norm_from_gram_of_zero():
     assert spectral_norm_from_gram(torch.zeros(2, 3, 8, 8)).tolist() == torch.zeros(2, 3).tolist()
 

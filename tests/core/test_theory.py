@@ -46,6 +46,14 @@ def test_residual_condition_bound_by_hand():
     assert theory.residual_condition_bound(0.5) == 3.0  # 1.5 / 0.5
 
 
+def test_bounds_of_rho_with_a_gradient():
+    rho = torch.tensor([0.5, 0.25], requires_grad=True)
+    theory.depth_condition_bound(rho).backward()
+    torch.testing.assert_close(rho.grad, torch.tensor([2 / 0.5**2 * 5 / 3, 2 / 0.75**2 * 3]))
+    with pytest.raises(ValueError, match="bounded for 0 <= rho < 1"):
+        theory.residual_condition_bound(torch.tensor([0.5, 1.0], requires_grad=True))
+
+
 @given(seed=seeds, rho=st.floats(0, 0.99), width=st.integers(1, 8))
 def test_residual_condition_bound_holds(seed, rho, width):
     """kappa(I + J) <= (1 + rho) / (1 - rho) for every J with ||J|| = rho < 1 (Theorem 2 (`thm:residual`))."""

@@ -200,6 +200,16 @@ def test_paired_runs_need_as_many_threads(tmp_path, monkeypatch):
     assert len(engine.complete(Square, SPECS, INPUTS, tmp_path)) == 5, "runs that are not paired are computed"
 
 
+@pytest.mark.parametrize("cores", [2, 4, 8])
+def test_paired_runs_of_several_calls_have_equal_threads(tmp_path, monkeypatch, cores):
+    """E5 computes its policies by one call, and another rule by a second, which has fewer groups."""
+    monkeypatch.setattr(engine, "cores", lambda: cores)
+    for values in ((0, 3, 6), (1, 2)):
+        engine.complete(Square, [Paired(value) for value in values], INPUTS, tmp_path, workers=0)
+    store = RunStore(tmp_path)
+    assert len({store.metadata(Paired(value))["threads"] for value in (0, 3, 6, 1, 2)}) == 1
+
+
 @pytest.mark.parametrize("count", [2, 3, 9])
 def test_thread_count(monkeypatch, count):
     monkeypatch.setattr(engine, "cores", lambda: 4)

@@ -244,6 +244,19 @@ def test_large_numbers_are_short_on_a_logarithmic_axis():
     assert [write(x) for x in (5e3, 1e4, 2e5, 2e6)] == ["5000", "10k", "200k", "2M"]
 
 
+def test_one_scale_of_values_needs_no_scale_of_colours():
+    table = pd.DataFrame({"proxy": [1.0, 2.0], "measured": [1.0, 3.0], "value_scale": 1.0, "margin": [0.0, 4.0]})
+    assert figures.e1_attention(table).get_legend() is not None
+
+
+def test_runs_that_overflow_everywhere_have_no_figure_of_correlations():
+    runs = pd.DataFrame(
+        {"precision": "fp16", "length": [64], "combined_pearson": np.nan, "no_transport_pearson": np.nan}
+    )
+    with pytest.raises(ValueError, match="need a run with correlations, got none: nearly all windows overflowed"):
+        figures.e2_transport(runs)
+
+
 def test_the_style_is_that_of_seaborn():
     """But for its colour map, which only seaborn knows."""
     wanted = matplotlib.RcParams({**sns.axes_style("whitegrid"), **sns.plotting_context("notebook")})

@@ -5,6 +5,7 @@ import subprocess
 import zipfile
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -113,7 +114,9 @@ def test_what_stops_leaves_the_rest_to_go_on(notebooks):
 @pytest.mark.parametrize(
     ("model", "profile", "given", "folder"),
     [("gemma3-270m", "real", "", "gemma3-270m"), ("gemma3-270m", "real-smoke", "", "gemma3-270m-real-smoke"),
-     ("models/third/", "real", "", "third"), ("q4.gguf", "real", "", "q4"), ("q4.gguf", "real", "mine", "mine")],
+     ("models/third/", "real", "", "third"), ("q4.gguf", "real", "", "q4"), ("q4.gguf", "real", "mine", "mine"),
+     ("Q4.GGUF", "real", "", "Q4"), (".", "real", "", Path.cwd().name),
+     ("embedded", "real", "", "embedded-real"), ("models/independent", "real", "", "independent-real")],
 )  # fmt: skip
 def test_results_have_a_folder_by_model(model, profile, given, folder):
     assert real.results_folder(model, profile, given) == folder

@@ -296,6 +296,18 @@ def test_every_number_of_the_paper_is_there(compared):
     }  # fmt: skip
 
 
+def test_x1_of_another_model_is_left_out():
+    """Two models that were given one folder of results."""
+    run = {"precision": "bf16", "length": [64, 64], "seed": [0, 1], "windows": 16}
+    e2, x1 = (pd.DataFrame(run | {"combined_pearson": found}) for found in ([0.3, 0.2], [0.3, 0.2000001]))
+    tables = {"e2_runs": e2, "x1_runs": x1, "x1_summary": x1, "x2_recipes": x1}
+    assert report.of_one_model(tables) is tables
+    other = tables | {"x1_runs": x1.assign(combined_pearson=[0.1, 0.2])}
+    assert [*report.of_one_model(other)] == ["e2_runs", "x2_recipes"]
+    fewer = tables | {"x1_runs": x1.assign(combined_pearson=[0.1, 0.2], windows=8)}  # of other windows: nothing is said
+    assert report.of_one_model(fewer) is fewer
+
+
 def test_every_claim_has_a_verdict_and_a_number_has_none(compared):
     assert compared[compared.claim != ""].verdict.isin(VERDICTS).all()
     assert (compared[compared.claim == ""].verdict == "").all()

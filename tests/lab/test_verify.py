@@ -46,6 +46,8 @@ def test_a_number_that_one_side_lacks_is_another_one(lacks):
     other = COMMITTED.assign(pearson=[np.nan, 0.25]) if lacks is COMMITTED else COMMITTED
     said, _ = judged("t", beside(lacks, other))
     assert said.startswith(f"t: {3 if lacks is COMMITTED else 2} of 4 numbers are the committed ones"), said
+    mismatches = COMMITTED.assign(mismatch=[np.nan, 0.04])
+    assert judged("t", beside(COMMITTED, mismatches))[1] is False
     table = COMMITTED[["seed", "pearson"]]
     assert judged("t", beside(table, table.assign(pearson=np.nan)))[1] is False
 

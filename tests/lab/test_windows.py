@@ -212,6 +212,9 @@ def test_texts_that_are_packed_or_in_another_encoding_are_refused(tmp_path, suff
 
 def test_a_pipe_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(OSError, match="it is a folder"):
+        load_rows(str(tmp_path / "folder.txt"))
     with pytest.raises(OSError, match="it is no file: a pipe cannot be read twice"):
         load_rows(str(tmp_path / "pipe.txt"))
 

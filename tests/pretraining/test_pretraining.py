@@ -96,6 +96,16 @@ def test_a_training_of_nothing_is_refused(name):
         train.TrainingConfig(**{name: 0})
 
 
+def test_windows_weigh_the_same_in_parts_of_other_sizes():
+    model = train.new_model("embedded", 16, 8, 0)
+    stream = np.random.default_rng(0).integers(16, size=100).astype(np.uint16)
+    found = [
+        train.evaluate(model, stream, train.TrainingConfig(context=8, evaluation_windows=5, micro_batch=size))
+        for size in (1, 4, 5)
+    ]
+    assert found == pytest.approx([found[0]] * 3, rel=2e-3)  # in bf16
+
+
 def test_short_corpus_is_an_error():
     with pytest.raises(ValueError, match="more than two batches of 8 windows of 1024 tokens, but has 100 tokens"):
         next(train.batches(np.zeros(100, dtype=np.uint16), train.TrainingConfig()))

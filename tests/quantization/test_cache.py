@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny import random_gpt2, random_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, GPT2Config, LlamaConfig, StaticCache
 
 from fragility_numerics.formats import get_format
@@ -23,6 +24,17 @@ def test_keys_and_values_are_stored_rounded_but_for_those_of_kept_layers():
     assert torch.equal(keys, torch.cat([stored.round(KEYS).float(), KEYS], 2))
     assert cache.stored is stored and cache.get_seq_length() == 3
     assert isinstance(unrounded(DynamicCache()), DynamicCache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["kv-int8", "kv-int8@fp32"])
+def test_counters_of_others_may_run_inside(recipe, tiny_gpt2, tiny_tokens):
+    """A dispatch mode of somebody else is no emulation."""
+    low = lower(tiny_gpt2, recipe)
+    with low.running():
+        alone = low.model(tiny_tokens).logits
+        with FlopCounterMode(display=False):
+            assert torch.equal(low.model(tiny_tokens).logits, alone)
 
 
 @torch.no_grad()

@@ -9,7 +9,13 @@ from families import EXPERTS
 from tiny import low_hidden, random_model
 from torch import nn
 from torch.nn import functional
-from transformers import GPT2LMHeadModel
+from transformers import (
+    GPT2LMHeadModel,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from fragility_adjoint.mixed_precision import Plan, apply
 from fragility_adjoint.predictor import Adjoint
@@ -134,6 +140,28 @@ def test_emulated_mismatch_is_the_native_one(tiny_gpt2, tiny_tokens):
         for execution in EXECUTIONS
     )
     assert emulated == pytest.approx(native.item(), rel=0.05)
+
+
+def test_vectors_of_three_dimensions_are_no_experts():
+    """RWKV mixes tokens by (1, 1, d), which no product reads."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "context_length": 32, "vocab_size": 50}
+    found = linear_weights(RwkvForCausalLM(RwkvConfig(**sizes)))
+    assert found and all(x.ndim == 2 for x in found.values())
+
+
+@torch.enable_grad()
+def test_a_state_of_an_earlier_pass_with_gradients_is_copied_without_them():
+    torch.manual_seed(0)
+    model = RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+            head_dim=16, num_key_value_heads=1, attention_window_size=8, lru_width=32, bos_token_id=0, eos_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    tokens = torch.arange(12)[None]
+    before = low_hidden(lower(model, "bf16", "emulated"), tokens)
+    model(tokens)
+    assert torch.equal(low_hidden(lower(model, "bf16", "emulated"), tokens), before)
 
 
 def test_operands_are_rounded_stochastically_with_the_rest():

@@ -147,6 +147,17 @@ def test_a_dtype_is_said_to_hold_the_numbers_exactly_if_it_does(scheme):
         assert scheme.exact_in(dtype) == read.to(dtype).float().equal(read), dtype
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_infinities_and_masks_leave_the_numbers_of_their_group(symmetric):
+    """Models mask by the lowest number of a dtype."""
+    scheme, numbers = Scheme(NARROW["int8"], symmetric=symmetric), torch.tensor([1.0, 2.0, -3.0, 0.5])
+    alone = scheme.round(numbers)
+    for other in (torch.inf, -torch.inf, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min):
+        read = scheme.round(torch.cat([numbers, torch.tensor([other])]))
+        assert torch.equal(read[:4], alone) and read[4] == other
+    assert scheme.round(torch.zeros(3, 0)).shape == (3, 0)
+
+
 def test_the_rule_mse_has_the_least_squared_error():
     """Of the largest entry times 61 factors from 1 to 0.4, tried one by one in fp64."""
     x = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
@@ -189,7 +200,9 @@ def test_a_scale_in_16_bits_hardly_changes_the_error(name):
         ({"symmetric": False, "rule": "mse"}, "only integers .* may be asymmetric"),
         ({"rule": "range", "format": FORMATS["fp8_e4m3"]}, 'only integers have the rule "range", got fp8_e4m3'),
         ({"rule": "signed", "format": FORMATS["fp8_e4m3"]}, 'only integers have the rule "signed", got fp8_e4m3'),
-        ({"static": True, "granularity": "row"}, "one scale for the whole tensor, got one for a row"),
+        ({"static": True, "granularity": "row"}, "for the whole tensor by its largest input, got one for a row"),
+        ({"static": True, "granularity": "tensor", "symmetric": False}, "got one for a tensor, symmetric=False"),
+        ({"static": True, "granularity": "tensor", "rule": "mse"}, "got one for a tensor, symmetric=True, rule='mse'"),
     ],
 )
 def test_schemes_that_make_no_sense_are_refused(given_scheme, message):
