@@ -21,7 +21,7 @@ from fragility_core.surrogates import score
 from fragility_core.surrogates.monitor import Monitor
 from fragility_core.theory import mismatch
 from fragility_lab.experiments.sinks import RESAMPLES, correlation, starts
-from fragility_lab.inputs.loading import Inputs, load
+from fragility_lab.inputs.loading import Inputs, load, require_at_least
 from fragility_lab.measurement.travel import StreamNorms, stream_norms
 from fragility_lab.paths import output_folder
 from fragility_lab.reporting.tables import save_table
@@ -137,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens that count")
     parser.add_argument("--windows", type=int, default=48, help="with a middle; a quarter of them by position")
     given = parser.parse_args(arguments)
+    require_at_least(FIRST[-1] + 1, length=given.length)
     inputs = load(given.model, given.data, [2 * given.length], 3)
     low = lower(inputs.model, "bf16", inputs.execution("bf16"))
 

@@ -108,7 +108,8 @@ def correlation(x: np.ndarray, y: np.ndarray, draws: np.ndarray) -> dict[str, fl
 def agreement(windows: pd.DataFrame) -> pd.DataFrame:
     """Pearson's correlation with the mean mismatch over realisations and with that of one pass, by setting and signal.
 
-    Intervals are the middle 95 % over RESAMPLES draws of windows with replacement.
+    Intervals are the middle 95 % over RESAMPLES draws of windows with replacement. Raises ValueError if no setting has
+    three windows that stay finite.
     """
     rows, generator = [], np.random.default_rng(0)
     for setting, own in windows.groupby(["precision", "length", "half"], sort=True):
@@ -126,6 +127,8 @@ def agreement(windows: pd.DataFrame) -> pd.DataFrame:
                     "passes_agree": stats.pearsonr(own.mismatch, y).statistic,
                 }
             )  # fmt: skip
+    if not rows:
+        raise ValueError("signals need a setting with three finite windows, got none: nearly all windows overflowed")
     return pd.DataFrame(rows)
 
 

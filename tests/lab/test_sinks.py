@@ -115,6 +115,14 @@ def test_the_experiment_from_the_command_on(tmp_path, monkeypatch, capsys):
     assert row.mismatch < 0.1 and "travel" in capsys.readouterr().out
 
 
+def test_too_short_windows_and_none_that_are_finite_are_refused():
+    with pytest.raises(ValueError, match="length must be at least 17, got 16"):
+        positions.main(["--length", "16"])
+    lost = pd.DataFrame({"precision": "fp16", "length": 16, "half": "second", "mismatch": [np.nan] * 4})
+    with pytest.raises(ValueError, match="three finite windows, got none"):
+        sinks.agreement(lost.assign(mismatch_mean=np.nan))
+
+
 def test_windows_that_overflow_leave_the_shares_of_others_as_they_are():
     rows = [
         {"first_share": np.array(share), "first_attention": np.array([0.1, 0.2])} for share in ([0.5, 0.7], [0.3, 0.5])
