@@ -28,6 +28,8 @@ FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
+# Settings that a configuration has values of its own for, which are those of another model.
+NEEDED = ("context_length", "feed_forward_length", "attention.layer_norm_rms_epsilon or attention.layer_norm_epsilon")
 # Settings of the width of a head, which must agree, and those of the rotary embedding.
 WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 ROPE = ("rope.freq_base", "rope.scaling.type", "rope.scaling.factor")
@@ -52,6 +54,8 @@ def configuration(header: Header) -> PreTrainedConfig:
     for name, value in settings.items():
         if isinstance(value, list):  # a number for each block: configurations have one for all
             raise unread(header, name, value)
+    if lacks := [name for name in NEEDED if not {*name.split(" or ")} & settings.keys()]:
+        raise ValueError(f"a GGUF file must say its model's {lacks[0]}, but {header.file} does not: convert it again")
     kind = CONFIG_MAPPING[MODEL_TYPES[header.architecture]]
     known, heads = kind().to_dict(), settings["attention.head_count"]
     equal = settings["embedding_length"] // heads

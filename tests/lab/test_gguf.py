@@ -241,6 +241,8 @@ OTHERS = {
     "no window": ({"family": "gemma3", "settings": {"attention.sliding_window": None}}, "window .* does not say"),
     "experts": ({"settings": {"expert_count": 4}}, "nothing reads expert_count = 4 of .* \\(llama\\): give a folder"),
     "a number for each block": ({"settings": {"feed_forward_length": [96, 96]}}, "nothing reads feed_forward_length ="),
+    "no epsilon": ({"settings": {"attention.layer_norm_rms_epsilon": None}}, "must say its model's attention.layer_n"),
+    "no context": ({"settings": {"context_length": None}}, "must say its model's context_length, but"),
     "a rotary scaling": ({"settings": {"rope.scaling.type": "yarn"}}, "nothing reads rope.scaling.type = yarn"),
     "an unknown setting": ({"settings": {"attention.new_flag": True}}, "nothing reads attention.new_flag = True"),
     "other factors": ({"tensors": {"rope_freqs.weight": ONES + 1}}, "nothing reads rope_freqs.weight = factors from 2"),
