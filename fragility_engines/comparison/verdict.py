@@ -88,7 +88,8 @@ class Verdict:
         if self.kind == "few":
             text += f"; about {self.needed} sequences of this length would decide" if self.needed else ""
         if self.far:
-            text += f"; more than rounding by itself: sequence {' and '.join(map(str, self.far))} (counted from 0)"
+            which = f"sequence{'s' * (len(self.far) > 1)} {' and '.join(map(str, self.far))} (counted from 0)"
+            text += f"; more than rounding by itself: {which}"
         if self.unchanged:
             text += f"; no number differs in {self.unchanged} of the sequences, which do not count"
         if self.kind == "less" and value > SAME:

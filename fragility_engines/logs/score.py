@@ -150,7 +150,8 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit("make score: interrupted")
     again = f", {kept} of them in an earlier run" if kept else ""
-    print(f"{len(windows)} windows scored by {server.engine} ({server.name or 'no name'}){again}\nlog: {path}")
+    count = f"{len(windows)} window{'s' * (len(windows) > 1)}"
+    print(f"{count} scored by {server.engine} ({server.name or 'no name'}){again}\nlog: {path}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from fragility_quantization.recipes import get_recipe
 NO_OVERFLOW = ("not a number", "division by zero", "the gradient")  # first words of failures that are no overflow
 ALWAYS = ("format", "budget", "windows", "length", "attention", "probes", "seed")  # options in the page's command
 MANY = 24  # bars and rows that a page shows
+OFTEN = 0.3  # share of next tokens whose change is noticeable, however small the divergence
 UNTRAINED = 0.8  # share of the nats of a guess: a loss above it is that of a model which does not know the text
 # Levels of the page: a KL divergence in nats a token, by its upper limit: a convention, no measurement.
 MEANING = {"negligible": 1e-3, "small": 1e-2, "noticeable": 1e-1, "large": np.inf}
@@ -68,7 +69,8 @@ def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
     guessing = found.get("reference_loss", 0) > UNTRAINED * guess
     known = {"lost": len(lost), "finite": len(left), "in_fp32": len(diagnosis.lost_in_fp32), "meaning": level}
     known |= {"guess": guess, "guessing": guessing, **found}
-    return known | {"level": "overflows" if lost else level}
+    often = level in ("negligible", "small") and found.get("changed", 0) > OFTEN
+    return known | {"level": "overflows" if lost else "noticeable" if often else level}
 
 
 def setting(diagnosis: Diagnosis) -> str:

@@ -74,8 +74,8 @@ class ErrorsByToken:
 
         ``tokens`` is the number of tokens; ``mean``, ``median`` and ``ninetieth`` (90 % quantile) are over them.
         ``in_tail`` counts the tokens above TAIL times the ``usual`` one, and ``share`` is their share of the sum.
-        ``half`` is the least number of tokens that make half of the sum. ``few`` is True if so few that they decide the
-        window.
+        ``half`` is the least number of tokens that make half of the sum. ``few`` is True if these are a few of many, and
+        so decide the window.
         ``predicted`` and ``predicted_median`` are mean and median of the predictions.
         """
         rows = []
@@ -85,12 +85,13 @@ class ErrorsByToken:
                 continue
             order = np.sort(values)[::-1]
             half = int(np.searchsorted(order.cumsum(), order.sum() / 2)) + 1
+            few = bool(values.any()) and half <= max(2, FEW * len(values)) and 4 * half <= len(values)
             above = values[values > TAIL * usual(values)]
             rows.append(
                 {"window": window, "mean": values.mean(), "median": np.median(values)}
                 | {"ninetieth": np.quantile(values, 0.9), "in_tail": len(above)}
                 | {"share": above.sum() / values.sum() if values.sum() else 0.0, "half": half, "tokens": len(values)}
-                | {"few": bool(values.any()) and half <= max(2, FEW * len(values)), "predicted": expected.mean()}
+                | {"few": few, "predicted": expected.mean()}
                 | {"predicted_median": expected.median()}
             )
         return pd.DataFrame(rows)

@@ -669,6 +669,10 @@ def first_line(found) -> tuple[str, str]:
             {"kl": 5e-3, "changed": 0.0, "loss": 4.0}, "safe",
             "bf16 is safe here: no next token of 120 changes, loss unchanged.",
         ),
+        (  # a text whose next tokens are nearly tied
+            {"kl": 5e-3, "changed": 0.375, "loss": 4.0}, "noticeable",
+            "bf16 makes a noticeable difference here: one next token in 3 changes, loss unchanged.",
+        ),
         (
             {"kl": 0.05, "changed": 0.125, "loss": 3.9}, "noticeable",
             "bf16 makes a noticeable difference here: one next token in 8 changes, loss −2.50 %.",
@@ -698,7 +702,7 @@ def test_the_first_line_of_other_requests(found):
 
 def test_the_first_line_counts_windows_that_overflow(found):
     """Not those whose gradient alone is lost; what is measured is of the others."""
-    table = found.measured.assign(kl=5e-4, changed=[1.0, 0.25, 0.25], loss=4.0, reference_loss=4.0)
+    table = found.measured.assign(kl=5e-4, changed=[0.3, 0.25, 0.25], loss=4.0, reference_loss=4.0)
 
     def first(overflow: str) -> tuple[str, str]:
         windows = found.prediction.windows.assign(overflow=[overflow, "", ""])

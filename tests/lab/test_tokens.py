@@ -186,6 +186,13 @@ def test_one_large_token_decides_a_window():
     assert found.tail("kl", 5).position.tolist() == [7]
 
 
+@pytest.mark.parametrize(("tokens", "few"), [(1, False), (2, False), (7, False), (8, True)])
+def test_two_tokens_of_very_few_decide_nothing(tokens, few):
+    table = pd.DataFrame({"window": 0, "position": range(tokens), "kl": [1.0, 1.0, *([1e-4] * 8)][:tokens]})
+    row = ErrorsByToken({0: torch.arange(tokens)}, table, table, {}, 1, 1).summary("kl").iloc[0]
+    assert row.few == few
+
+
 @pytest.mark.parametrize(("layers", "block"), [(4, 1), (40, 22)])
 def test_the_error_of_a_token_near_a_tie_begins_in_the_attention_that_has_it(layers, block):
     model, tokens = sharp_llama(layers, only=block), random_words(2)
