@@ -74,8 +74,8 @@ class ErrorsByToken:
 
         ``tokens`` is the number of tokens; ``mean``, ``median`` and ``ninetieth`` (90 % quantile) are over them.
         ``in_tail`` counts the tokens above TAIL times the ``usual`` one, and ``share`` is their share of the sum.
-        ``half`` is the least number of tokens that make half of the sum. ``few`` is True if these are a few of many, and
-        so decide the window.
+        ``half`` is the least number of tokens that make half of the sum. ``few`` is True if they are few of many, and
+        decide the window.
         ``predicted`` and ``predicted_median`` are mean and median of the predictions.
         """
         rows = []
