@@ -328,9 +328,7 @@ def one_token_pass(base: Any, found: list[nn.Module]) -> dict[nn.Module, dict[nn
         try:
             base(inputs_embeds=token.to(table), use_cache=False)
         except (RuntimeError, ValueError) as cause:  # Gemma 4 looks up more by the tokens themselves
-            raise TypeError(
-                f"the score needs a model that runs over embedded tokens, which {type(base).__name__} does not"
-            ) from cause
+            raise TypeError(f"the score needs a pass over embeddings, which {type(base).__name__} lacks") from cause
     return calls
 
 

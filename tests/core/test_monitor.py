@@ -638,7 +638,7 @@ def test_a_model_that_looks_up_more_than_embeddings_is_refused_by_name():
         "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
     }  # fmt: skip
     model = Gemma4ForCausalLM(Gemma4TextConfig(layer_types=["sliding_attention", "full_attention"], **sizes)).eval()
-    with pytest.raises(TypeError, match="runs over embedded tokens, which Gemma4TextModel does not"):
+    with pytest.raises(TypeError, match="a pass over embeddings, which Gemma4TextModel lacks"):
         Monitor(lower(model, "bf16"))
 
 

@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 12000,
     "fragility_explorer": 1700,
     "fragility_lessons": 3660,
-    "fragility_engines": 6400,
+    "fragility_engines": 6420,
     "fragility_peers": 870,
     "fragility_pretraining": 400,
 }
