@@ -7,7 +7,8 @@ lowered, run, monitored and estimated (``numerics.presence``).
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -99,6 +100,13 @@ def parts(model: nn.Module) -> dict[str, nn.Module]:
     found = {path: model.get_submodule(path) for path in [*owning, *blocks]}
     numbers = {id(module) for module in found.values()}
     return {path: m for path, m in found.items() if not any(id(c) in numbers for c in m.modules() if c is not m)}
+
+
+def with_shared(forward: Callable, names: Collection[str], *args, **kwargs) -> tuple[Any, dict[str, dict]]:
+    """The result of a part's ``forward``, and what it wrote to its arguments ``names``, dictionaries of layers."""
+    given = {name: UserDict(kwargs[name]) for name in names}
+    result = forward(*args, **kwargs | given)
+    return result, {name: {k: x for k, x in new.items() if x is not kwargs[name].get(k)} for name, new in given.items()}
 
 
 class Loading:

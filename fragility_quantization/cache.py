@@ -1,6 +1,7 @@
 """A KV cache that stores keys and values as a recipe says."""
 
 import copy
+from collections import UserDict
 from collections.abc import Collection
 from functools import partial
 from inspect import signature
@@ -15,6 +16,7 @@ from fragility_numerics.formats import NumberFormat
 from fragility_numerics.internals import current_dispatch_mode
 from fragility_numerics.lowering import base_of
 from fragility_numerics.modes import current_function_mode
+from fragility_numerics.nested import map_tensors
 from fragility_quantization.ggml import GgmlType
 
 NUMBERS = ("layer_idx", "layer_id")  # attributes with the number under which attention stores keys and values
@@ -44,6 +46,13 @@ def rounded(cache: Cache, stored: NumberFormat, kept: Collection[int] = ()) -> R
     made.__class__ = type(f"Rounded{type(cache).__name__}", (RoundedCache, type(cache)), {})
     made.stored, made.kept = stored, kept
     return made
+
+
+def cast_shared(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A hook before attention that reads keys and values of another layer: they get the dtype of its own weights."""
+    dtype = next(module.parameters()).dtype
+    shared = {name: x for name, x in kwargs.items() if isinstance(x, UserDict)}
+    return args, kwargs | {name: UserDict(map_tensors(dict(x), lambda y: y.to(dtype))) for name, x in shared.items()}
 
 
 def unrounded(cache: Cache) -> Cache:

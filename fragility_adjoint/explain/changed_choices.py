@@ -45,8 +45,7 @@ def next_tokens(
 ) -> Competition:  # fmt: skip
     """The competition for the next token at every position of ``tokens`` (B, T), among the TOP_K largest logits.
 
-    ``exact`` (B, T, vocabulary) are the logits without errors, if they are known. Raises ValueError for fewer than one
-    of the ``draws``.
+    ``exact`` (B, T, vocabulary) are the logits without errors, if known. Raises ValueError for no ``draws``.
     """
     if draws < 1:
         raise ValueError(f"a choice needs at least one realisation of the errors, got {draws} draws")

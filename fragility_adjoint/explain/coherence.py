@@ -13,8 +13,7 @@ X_L (Hutchinson 1990, doi:10.1080/03610919008812866), so that, relative to ||X_L
 With secant slopes (``secant``) the sum of s is v.E_L at any size of the error. The sum of all entries is then an
 estimate of the measured squared error, which is known, and stands in its place.
 
-Errors that are alike inside of a group, such as those of one channel at every position, are on the diagonal: the trace
-over the sum of c^2 shows them.
+Errors that are alike in a group, as those of one channel, are on the diagonal: the trace over the sum of c^2 has them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -125,8 +124,7 @@ def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | N
     Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, block, site and kind.
     Successive blocks of a deep model are one group, from ``layer`` to ``last``, so that there are at most MOST groups
     if that can be. Windows whose prediction is not finite are left out. Errors are those of the low-precision pass with
-    gradients at the "low" point and for secants; at the others kernels have the errors that rounding makes in the fp32
-    pass.
+    gradients at the "low" point and for secants; at the others kernels have the errors of rounding the fp32 pass.
 
     Raises ValueError for errors without a known sign, those of stochastic rounding and of a model whose fp32 reference
     was not given, and if no window is left.

@@ -88,8 +88,7 @@ class Rescaled(ScaledErrors):
     """Rounding to the numbers of a format times 1 / ``scale``: as accurate on the whole, but with other errors.
 
     A scale that is a number of the format keeps much of what is exact in it: sums of two numbers, and 1. Weights keep
-    the errors that they have. Where the range of the format ends, and for numbers with scales of their own, rounding is
-    as ever.
+    their errors. Where the format's range ends, and for numbers with scales of their own, rounding is as ever.
     """
 
     def __init__(self, scale: float):

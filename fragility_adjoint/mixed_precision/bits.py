@@ -99,8 +99,7 @@ class Choices:
         ``groups`` is ``fused_layers``. ``keep`` names what may also be kept in fp32: sites (``KEEPABLE_SITES``), each
         of whose modules is chosen by itself, or paths of modules. Linear layers inside may then be in fp32, too.
 
-        Raises ValueError for recipes beside different kernels, for windows that overflow, and for parts that the model
-        does not have.
+        Raises ValueError for recipes beside different kernels, windows that overflow, and parts that the model lacks.
         """
         recipes = {name: prediction.recipe for name, prediction in found.items()}
         if len(kernels := {recipe.kernels.name for recipe in recipes.values()}) != 1:
@@ -247,8 +246,7 @@ class Choices:
     def within_error(self, bound: float) -> Choice:
         """The smallest choice whose prediction, mean over windows in the target's unit, is at most ``bound``.
 
-        The bound holds for the mean of squares, whose root is at least the mean. Raises ValueError for a bound below
-        what the other kernels give.
+        The bound holds for the mean of squares, whose root is no less. Raises ValueError below what other kernels give.
         """
         square = (bound if self.target.squared else bound**2) - self._elsewhere.mean()
         least = self._knapsack.error(self._knapsack.least_error())

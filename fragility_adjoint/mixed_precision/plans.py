@@ -31,7 +31,7 @@ from fragility_numerics.attention import FP32_SCORES, set_attention
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.nested import map_tensors, tensors
 from fragility_offload.offloaded import parameter_copy, widen
-from fragility_quantization.cache import unrounded
+from fragility_quantization.cache import cast_shared, unrounded
 from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.quantized import Quantized, lower
 from fragility_quantization.recipes import Operands
@@ -155,6 +155,9 @@ def protect(low: Low, model: nn.Module, plan: Plan, tokens: Tensor | None = None
         module.register_forward_pre_hook(partial(cast_inputs, compute_dtype, torch.float32), with_kwargs=True)
         if path not in fp32_outputs:
             module.register_forward_hook(partial(cast_output, torch.float32, compute_dtype))
+    for module in low.model.modules():
+        if getattr(module, "is_kv_shared_layer", False):
+            module.register_forward_pre_hook(cast_shared, with_kwargs=True)
     if plan.scores:
         set_attention(low.model, FP32_SCORES)
     check(low, plan, tokens, fp32_outputs, compute_dtype)

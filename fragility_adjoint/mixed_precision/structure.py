@@ -34,12 +34,12 @@ def scores_can_be_kept(model: Any) -> bool:
     if not (can_set_attention(model) and paths.attention_modules(model)):
         return False
     trial: Any = sharing_copy(model).eval()
-    tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None]
+    tokens = torch.arange(TRIAL_TOKENS, device=model.device)[None] % getattr(text_config(model), "vocab_size", 8)
     try:
         a = next(tensors(trial(tokens, use_cache=False))).float()
         set_attention(trial, FP32_SCORES)
         b = next(tensors(trial(tokens, use_cache=False))).float()
-    except (TypeError, ValueError):  # the model needs more than tokens, or its attention is more than a softmax
+    except (TypeError, ValueError, IndexError):  # the model needs more, or its attention is more than a softmax
         return False
     return bool(torch.linalg.vector_norm(a - b) <= 1e-3 * torch.linalg.vector_norm(a))
 
@@ -69,7 +69,8 @@ class Structure:
         """Paths of the modules that own parameters, without embeddings and head."""
         excluded = {*embedding_paths(self.model), *paths.head_paths(self.model)}
         owning = self.ran & set(self.places.module[self.places.kind == "weight"]) - excluded - {""}
-        return [path for path, _ in self.model.named_modules() if path in owning and not paths.is_block(path)]
+        holding = {path for block in self.blocks for path in lineage(block)}  # blocks and all around them
+        return [path for path, _ in self.model.named_modules() if path in owning - holding and not paths.is_block(path)]
 
     @cached_property
     def sites(self) -> dict[str, tuple[str, ...]]:

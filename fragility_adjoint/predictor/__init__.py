@@ -31,8 +31,7 @@ Limits:
   alone. With p probes, the error of the estimate over its standard error follows a t distribution with p - 1 degrees of
   freedom.
 - The first order is accurate in bf16 and fp16. For fp8 and quantization give the fp32 reference, so that gradients
-  are taken at both ends. With every kernel in fp8 the prediction is too large. docs/results.md and
-  docs/machines.md have the measured ratios.
+  are taken at both ends. With every kernel in fp8 the prediction is too large (docs/results.md, docs/machines.md).
 - A mixture of experts may choose other experts after rounding, which no derivative sees. ``explain.error_samples``
   draws errors, and so predicts how many choices change, of experts and of next tokens (``explain.changed_choices``).
 """

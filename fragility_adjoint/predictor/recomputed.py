@@ -33,8 +33,7 @@ class RecomputedAttention(torch.autograd.Function):
     """The context (B, H, T, d_v) of heads (B, H, T, d). The backward pass forms scores and probabilities again.
 
     With a ``recorder`` it is that of eager attention, whose roundings are recorded. The product of query and key and
-    the scaled product are both rounded, and count as one place, "scores". Without one it is that of the library's fused
-    kernel.
+    the scaled product are both rounded, and count as one place, "scores". Without one it is that of the fused kernel.
     """
 
     @staticmethod

@@ -65,8 +65,7 @@ class PassPosition:
 class ErrorRecorder:
     """Records ||gradient * error|| and <gradient, error> for every window, probe and place.
 
-    Records stay on the device until ``contributions`` is called. Places are numbered in the order in which they are
-    first seen, over all passes.
+    Records stay on the device until ``contributions`` is called. Places are numbered as they are first seen.
     """
 
     def __init__(self, alike: bool = True):
@@ -230,8 +229,7 @@ class ErrorRecorder:
     ) -> None:  # fmt: skip
         """Record norm and sum of error times gradient (P, ...) of P probes at ``place``; those of one place add up.
 
-        It may come in pieces. The probes are those from the ``first`` on, and the ``window`` is that of the running
-        pass unless given.
+        It may come in pieces. Probes are those from the ``first`` on; the ``window`` is that which runs unless given.
 
         An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
         products are first summed over positions, for each channel (the last dimension).

@@ -5,8 +5,7 @@ kernel f is that of the secant between its arguments x in fp32 and x' in low pre
 
     f(x) - f(x') = S (x - x').
 
-The errors e_i of all roundings, exact minus rounded, then reach the output through products of such maps, without a
-remainder:
+The errors e_i of all roundings, exact minus rounded, then reach the output through products of such maps alone:
 
     X_L - X_L' = sum_i S_i e_i.
 

@@ -11,7 +11,7 @@ goes back after it: autograd comes to the same part of every window before it co
 
 import copy
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ from fragility_numerics.internals import replace_forward, without_function_modes
 from fragility_numerics.modes import current_function_mode
 from fragility_numerics.nested import map_tensors, tensors
 from fragility_offload.lockstep import LastRead, barrier
-from fragility_offload.offloaded import parts
+from fragility_offload.offloaded import parts, with_shared
 
 
 class TensorUses:
@@ -119,10 +119,16 @@ class Stream:
         uses = self.uses[now.window]
         uses.counts.update(self.owned[path])
         uses.entered += 1
+        if shared := {name: x for name, x in kwargs.items() if isinstance(x, UserDict)}:  # keys and values of layers
+            kwargs |= {name: dict(x) for name, x in shared.items()}
+            forward = partial(with_shared, forward, shared)
         call = PartCall(self, path, forward, args, kwargs)
         with without_function_modes():
             inputs = [x for x in tensors((args, kwargs)) if x.requires_grad]
-        return call.result(inputs)
+        result = call.result(inputs)
+        for name, x in shared.items():
+            x.update(result[1][name])
+        return result[0] if shared else result
 
     def watch(self, path: str, place: int, leaf: Tensor, weighted: WeightedError) -> None:
         """Watch a leaf (``ErrorRecorder.watch_leaf``); gradients of one that is used often are added up first."""

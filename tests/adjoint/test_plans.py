@@ -8,9 +8,10 @@ import torch
 from families import OLDER
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
+from fragility_adjoint.mixed_precision.errors import predict as errors_of
 from fragility_adjoint.mixed_precision.plans import protect
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import block_paths, branch_paths, within
@@ -66,6 +67,14 @@ def test_a_model_without_blocks_has_plans_of_none():
         assert known.plan(0, unit).modules == ()
 
 
+SHARING = Gemma3nTextConfig(
+    vocab_size=101, vocab_size_per_layer_input=101, hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=48,
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16, laurel_rank=8, altup_num_inputs=2,
+    activation_sparsity_pattern=[0.0] * 4, bos_token_id=0, eos_token_id=0, pad_token_id=0, max_position_embeddings=64,
+)  # fmt: skip
+
+
 def planned(model, plan):
     """The squared errors by place of the model as ``plan`` runs it."""
     return squares(Adjoint(apply(model, plan, tokens=TOKENS), model, gradients="low")(WINDOW))
@@ -106,6 +115,17 @@ def test_kept_blocks_of_other_families_round_nothing(model, name):
     cached = [place for place in before.index if place[1] in ("key cache", "value cache")]
     assert len(cached) == 4 * ("kv" in name)  # two of each block
     assert {place[0] for place in cached if left.get(place, 0.0)} <= {"model.layers.1.self_attn"}
+
+
+@pytest.mark.parametrize("unit", ["block", "modules", "site"])
+def test_plans_of_models_whose_layers_share_keys_and_values(unit):
+    """What is kept gives keys and values in fp32 to layers that are not kept, and gets those of others."""
+    model = random_model(SHARING)
+    errors = errors_of(model, WINDOW, "bf16")
+    for count in (1, 2):
+        plan = errors.plan(f"{count} {unit}")
+        assert 0 < plan.predicted < errors.predicted and not {"", "model"} & {*plan.plan.modules}
+        plan.apply()  # which checks that it is in force
 
 
 @pytest.mark.parametrize("family", OLDER)

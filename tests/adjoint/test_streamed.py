@@ -19,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
@@ -104,6 +105,15 @@ def test_an_estimate_is_that_of_the_whole_pass(recipe, execution, attention, opt
     assert streamed.ran == whole.ran and whole.windows.predicted.gt(0).all()
 
 
+SIZES_OF_SHARING = {
+    "vocab_size": 101, "vocab_size_per_layer_input": 101, "hidden_size": 32, "hidden_size_per_layer_input": 8,
+    "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "num_kv_shared_layers": 2, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 4,
+}  # fmt: skip
+SHARING = Gemma3nTextConfig(
+    layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16, bos_token_id=0, eos_token_id=0,
+    pad_token_id=0, max_position_embeddings=64, **SIZES_OF_SHARING,
+)  # fmt: skip
 OTHERS = [  # several kinds of experts, a state space
     BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=101),
     Gemma3TextConfig(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, **BASE),
@@ -111,6 +121,7 @@ OTHERS = [  # several kinds of experts, a state space
     MixtralConfig(num_key_value_heads=2, num_local_experts=11, **BASE),
     Qwen2MoeConfig(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **BASE),
     GptOssConfig(num_key_value_heads=2, head_dim=16, num_local_experts=4, **BASE),
+    SHARING,  # keys and values of earlier layers
 ]
 
 

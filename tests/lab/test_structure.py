@@ -16,7 +16,7 @@ BUDGETS = {  # lines
     "fragility_core": 3470,
     "fragility_quantization": 1710,
     "fragility_exports": 400,
-    "fragility_offload": 520,
+    "fragility_offload": 525,
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
     "fragility_lab": 12000,
