@@ -62,7 +62,7 @@ def compare(
     found, further = explained(gap, directed, engines)
     gap, verdict = as_eager(loaded, gap, judge(gap, [*found, *further]), measured)
     wider = []
-    if verdict.kind != "more":  # else the fault comes first
+    if verdict.kind in ("rounding", "few"):  # a fault comes first, and what is wider needs none
         with nullcontext() if verdict.fused is None else eager(loaded):
             wider = remedies(loaded, sequences, gap, verdict.kind == "rounding")
     names = (shown(log), shown(model), shown(against))

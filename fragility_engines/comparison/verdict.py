@@ -95,7 +95,7 @@ class Verdict:
         if self.kind == "less" and value > SAME:
             text += "; something runs in a wider format than the recipe says"
         elif self.kind == "less":
-            text += "; no number differs: it is the same engine, or the same log"
+            text += "; no number differs: it is the same engine or log, or it computes in fp32"
         return text + self.named
 
     @property

@@ -87,12 +87,18 @@ def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
 
 
 def helps(diagnosis: Diagnosis) -> bool | None:
-    """True if the measured error is smaller with the plan, mean over windows; None if unmeasured, or 0 without it."""
+    """True if the measured error is smaller with the plan, mean over windows; None if unmeasured, or 0 without it.
+
+    Of a plan for a budget of KL, which is a limit, it is True if the measured one is not above it (up to TOLERATED).
+    """
     if diagnosis.protected is None or diagnosis.measured is None:
         return None
     column = TARGETS[diagnosis.request.measured_in][1]
     tables = diagnosis.measured, diagnosis.protected
     without, with_plan = (table[column].replace(np.inf, np.nan).mean() for table in tables)
+    amount, unit = diagnosis.request.parsed_budget
+    if unit == "kl":
+        return bool(diagnosis.protected.kl.replace(np.inf, np.nan).mean() <= TOLERATED * amount)
     return bool(with_plan < without) if without else None
 
 

@@ -35,7 +35,7 @@ def price(plan: Plan) -> str:
     parts = [
         (plan.parameter_bytes, "B", " more for parameters"),
         (plan.activation_bytes, "B", " more per token for the residual stream"),
-        (plan.flops, "FLOP", f" per token in fp32 instead of {plan.format}"),
+        (plan.flops, "FLOP", f" per token in fp32 instead of {plan.recipe.kernels.name}"),
     ]
     named = [quantity(count, unit) + what for count, unit, what in parts if count]
     return ", ".join(named) or "no extra memory, and no matrix product in fp32"

@@ -16,6 +16,7 @@ from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, choices_beside
 from fragility_adjoint.mixed_precision.plans import protect
+from fragility_core.models.paths import attention_modules
 from fragility_lab.diagnosis import flips, remedy
 from fragility_lab.diagnosis.found import Diagnosis, Failure, made
 from fragility_lab.diagnosis.needs import Forecast, secants_fit
@@ -51,7 +52,7 @@ class Work:
         self.groups = tokens.split(expected.batch)
         self.whole = not is_offloaded(self.model)
         found.tokenizer, found.opening = loaded.tokenizer, loaded.opening.spelled
-        found.attention = attention_of(self.model) or "its own"
+        found.attention = (attention_of(self.model) if attention_modules(self.model) else None) or "its own"
         found.vocabulary = self.model.config.get_text_config().vocab_size
         found.referenced = request.reference == "yes" or (request.reference == "auto" and expected.fits)
 

@@ -549,6 +549,26 @@ def test_budgets_of_bits_that_make_no_sense_are_refused(change, message):
         replace(ASKED, **change)
 
 
+def test_a_budget_of_kl_is_a_limit_and_no_error_to_lower(mixed):
+    """The fewest bits whose divergence is at most the limit: more than that of a recipe which keeps it by far."""
+    measured, kept = mixed.measured.assign(kl=1e-3), mixed.protected.assign(kl=0.0099)
+    limited = replace(mixed, request=replace(mixed.request, budget="KL 0.01"), measured=measured, protected=kept)
+    assert means.helps(limited) and "did not help" not in part(limited, "summary")
+    beyond = replace(limited, protected=kept.assign(kl=0.02))
+    assert means.helps(beyond) is False and "It does not keep the budget:" in part(beyond, "summary")
+    assert means.helps(replace(mixed, measured=measured, protected=kept)) is False
+
+
+def test_pages_say_what_holds_for_their_target_and_numbers(mixed, found):
+    assert "of the final hidden state is a sum" not in part(mixed, "where")
+    assert "step is still to come" in part(replace(found, pending=["sentence"]), "summary")
+    assert "2 steps are still to come" in part(replace(found, pending=["growth", "sentence"]), "summary")
+    none = replace(found, measured=found.measured.assign(changed=0.0), protected=found.protected.assign(changed=0.01))
+    assert "no fewer than without the plan" in part(none, "summary")
+    same = replace(none, protected=found.protected.assign(changed=0.0))
+    assert "no fewer than without the plan" not in part(same, "summary")
+
+
 def test_parts_in_fp32_share_the_budget_with_schemes(mixed):
     """The same bytes as without them: what is stored in fp32 is paid by smaller schemes, what is not stored is free."""
     tokens = torch.randint(TINY.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
