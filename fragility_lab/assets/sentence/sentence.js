@@ -19,7 +19,7 @@
     return node;
   }
 
-  const visible = (word) => (word.trim() ? word.trim() : "a line break");
+  const visible = (word) => word.trim() || (/[\n\r]/.test(word) ? "a line break" : word ? "spaces" : "nothing visible");
   const joined = (words) => words.join("").replace(/\s*\n\s*/g, " ⏎ ");
   const quoted = (word) => "“" + visible(word) + "”";
   const logits = (x) => Math.abs(x).toFixed(3);  // so that a reader can subtract them
