@@ -40,8 +40,8 @@ $(if $(LOWER),$(error the variables of make are in capitals, got $(LOWER)))
 # A profile has the seeds and sizes of an experiment.
 OF_PROFILES := reproduce predictor recipes rivals windows seeds realisation engines referees real
 override UNREAD := $(filter SEED WINDOWS LENGTH,$(FRAGILITY_GIVEN))
-$(if $(and $(UNREAD),$(filter $(OF_PROFILES),$(MAKECMDGOALS))),$(error $(UNREAD): options of make diagnose and make score. \
-    Experiments take PROFILE=, a folder of notebooks/profiles which has their seeds and windows))
+$(if $(and $(UNREAD),$(filter $(OF_PROFILES),$(MAKECMDGOALS))),$(error $(addsuffix =,$(UNREAD)) is for make diagnose and make score: \
+    experiments have their seeds and windows from PROFILE=, a folder of notebooks/profiles))
 export PROFILE MODEL DATA PROMPT SEED STEPS WITH LOG AGAINST CHECKPOINT RECIPE URL ENGINE WINDOWS LENGTH TOP WITHIN STALE SCHEDULER FOLDER
 # STALE=keep takes finished runs of other code or other versions as they are.
 export FRAGILITY_STALE := $(STALE)

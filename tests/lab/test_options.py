@@ -143,6 +143,17 @@ def test_make_refuses_variables_that_are_not_in_capitals(target):
     assert re.search(r"the variables of make are in capitals, got (windows model|model windows)\.", refused.stderr)
 
 
+@pytest.mark.parametrize("target", ["reproduce", "predictor", "seeds", "real"])
+@pytest.mark.parametrize("option", ["SEED", "WINDOWS", "LENGTH"])
+def test_make_refuses_sizes_of_an_experiment_which_a_profile_has(target, option):
+    command = ["make", "--dry-run", "--no-print-directory", target, f"{option}=3"]
+    refused = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and not refused.stdout
+    assert f"{option}= is for make diagnose and make score: experiments have their seeds" in refused.stderr
+    asked = subprocess.run([*command[:3], "diagnose", f"{option}=3"], cwd=PROJECT, capture_output=True, check=False)
+    assert asked.returncode == 0
+
+
 def test_an_interrupt_of_the_check_is_one_line(monkeypatch, capsys):
     def interrupted(command):
         raise KeyboardInterrupt
