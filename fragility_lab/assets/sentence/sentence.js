@@ -19,7 +19,8 @@
     return node;
   }
 
-  const visible = (word) => word.trim() || (/[\n\r]/.test(word) ? "a line break" : word ? "spaces" : "nothing visible");
+  const named = (word) => (/[\n\r]/.test(word) ? "a line break" : word ? "spaces" : "nothing visible");
+  const visible = (word) => (/^\s*\uFFFD+\s*$/.test(word) ? "a part of a character" : word.trim() || named(word));
   const joined = (words) => words.join("").replace(/\s*\n\s*/g, " ⏎ ");
   const quoted = (word) => "“" + visible(word) + "”";
   const logits = (x) => Math.abs(x).toFixed(3);  // so that a reader can subtract them
