@@ -38,7 +38,7 @@ quoted = '$(subst ','\'',$(1))'
 override LOWER := $(if $(FRAGILITY_GIVEN),$(shell printf '%s\n' $(foreach name,$(FRAGILITY_GIVEN),$(call quoted,$(name))) | grep '^[a-z]'))
 $(if $(LOWER),$(error the variables of make are in capitals, got $(LOWER)))
 # A profile has the seeds and sizes of an experiment.
-OF_PROFILES := reproduce predictor recipes rivals windows seeds realisation engines referees real
+override OF_PROFILES := reproduce predictor recipes rivals windows seeds realisation engines referees real
 override UNREAD := $(filter SEED WINDOWS LENGTH,$(FRAGILITY_GIVEN))
 $(if $(and $(UNREAD),$(filter $(OF_PROFILES),$(MAKECMDGOALS))),$(error $(addsuffix =,$(UNREAD)) is for make diagnose and make score: \
     experiments have their seeds and windows from PROFILE=, a folder of notebooks/profiles))

@@ -58,7 +58,8 @@ class Ground:
 
     def judged(self, variation: Variation) -> tuple[Gap, Verdict]:
         """The gap of the engine ``variation`` and the verdict on it."""
-        found = variation.run(self.model, self.windows).cpu().numpy().ravel()
+        every = variation.run(self.model, self.windows).cpu().numpy().reshape(len(self.windows), -1)  # (B, T - 1)
+        found = every[self.gap.tokens.sequence, self.gap.tokens.position - 1]
         gap = given(self.gap, found)
         slopes, further = search(gap, self.directed)
         return as_eager(self.model, gap, judge(gap, [*slopes, *further]), lambda: given(self.eager, found))
@@ -86,7 +87,7 @@ class Ground:
 
 
 def given(gap: Gap, logprobs: np.ndarray) -> Gap:
-    """``gap`` for an engine that gives these ``logprobs`` (N,)."""
+    """``gap`` for an engine that gives these ``logprobs`` (N,) of its ``tokens``."""
     tokens = gap.tokens.assign(change=logprobs - gap.tokens.exact)
     observed = (tokens.change**2).groupby(tokens.sequence).mean().to_numpy()
     return replace(gap, tokens=tokens, sequences=gap.sequences.assign(observed=observed))

@@ -214,7 +214,8 @@ def test_another_beginning_is_named_and_a_correct_one_is_not(cause, depth):
     log = engine(windows, partial(run, low), unscored)
     gap = measure(model, log, "bf16", probes=1)
     facts = Facts.of(log, 0, preambles={"a chat template": TEMPLATE})
-    right = np.concatenate([logprobs(low, w)[unscored - 1 :].numpy() for w in windows])
+    every = [logprobs(low, w).numpy() for w in windows]
+    right = np.array([every[token.sequence][token.position - 1] for token in gap.tokens.itertuples()])
     for each, expected in ((gap, cause), (given(gap, right), None)):
         found, further = explained(each, Directions(model, log, suspects(model, facts)))
         named = judge(each, [*found, *further]).cause

@@ -14,7 +14,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1415,
     "fragility_core": 3470,
-    "fragility_quantization": 1710,
+    "fragility_quantization": 1715,
     "fragility_exports": 400,
     "fragility_offload": 525,
     "fragility_adjoint": 5000,
