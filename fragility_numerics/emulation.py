@@ -161,5 +161,6 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
 
     def _cast(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         narrowed = kwargs.get("dtype") == self.format.compute_dtype != args[0].dtype
-        rounds = narrowed and (self.format.is_storage_only or self.generator is not None)
-        return kernel(*([self._round(args[0].float())] if rounds else args), **kwargs)
+        if narrowed and (self.format.is_storage_only or self.generator is not None):
+            return kernel(self._round(args[0].float()), **kwargs)
+        return kernel(*args, **kwargs)

@@ -104,7 +104,8 @@ def spectral_norm_from_gram(gram: Tensor) -> Tensor:
     halves = (gram.detach().float().abs().amax((-2, -1), keepdim=True).log2() / 2).round().nan_to_num(0.0, 0.0, 0.0)
     root = torch.exp2(halves.where((halves < -20) | (halves > 25), 0.0))
     power = gram = gram / root.to(gram.dtype) / root.to(gram.dtype)
-    for exponent in (16, 16) if gram.shape[-1] <= 256 else (4,) * 4:  # of large matrices, more would underflow
+    # The 16th power of a flat spectrum underflows for large d; the heads of committed runs keep their bits.
+    for exponent in (16, 16) if gram.shape[-1] <= 256 else (4,) * 4:
         power = torch.linalg.matrix_power(_unit(power), exponent)
     power = _unit(power.float())
     return (power * (gram.float() @ power)).sum((-2, -1)).sqrt() * root[..., 0, 0]

@@ -226,6 +226,7 @@ def test_x2_rivals_has_one_scale_and_names_lines_where_they_are_apart():
         (0.007, 0.016, [0.007, 0.008, 0.009, 0.01]),  # 0.01 alone would not say how long a decade is
         (0.001, 0.2, [0.001, 0.01, 0.1]),
         (6e6, 9e8, [1e7, 1e8]),
+        (6e6, 2.4e8, [1e7, 2e7, 5e7, 1e8, 2e8]),  # 10M to 200M are short
         (6e-4, 0.03, [0.001, 0.01]),
     ],
 )

@@ -12,17 +12,17 @@ import pytest
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
-    "fragility_numerics": 1415,
-    "fragility_core": 3470,
-    "fragility_quantization": 1715,
+    "fragility_numerics": 1410,
+    "fragility_core": 3465,
+    "fragility_quantization": 1712,
     "fragility_exports": 400,
-    "fragility_offload": 525,
+    "fragility_offload": 522,
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
-    "fragility_lab": 12000,
+    "fragility_lab": 11850,
     "fragility_explorer": 1700,
     "fragility_lessons": 3660,
-    "fragility_engines": 6420,
+    "fragility_engines": 6415,
     "fragility_peers": 870,
     "fragility_pretraining": 400,
 }

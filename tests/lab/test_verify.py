@@ -52,6 +52,11 @@ def test_a_number_that_one_side_lacks_is_another_one(lacks):
     assert judged("t", beside(table, table.assign(pearson=np.nan)))[1] is False
 
 
+def test_a_table_without_a_number_shows_nothing():
+    nothing = COMMITTED[["seed", "pearson"]].assign(pearson=np.nan)
+    assert judged("t", beside(nothing, nothing))[1] is False
+
+
 def test_other_numbers_of_a_table_without_mismatches_are_refused():
     table = COMMITTED[["seed", "pearson"]]
     assert judged("t", beside(table, table.assign(pearson=0.5)))[1] is False
