@@ -3,12 +3,12 @@
 import json
 from typing import Any
 
-from fragility_explorer import engines, passes, plans, recipes, training
+from fragility_explorer import engines, passes, plans, recipes, sinks, training
 from fragility_lab.paths import ASSETS
 from fragility_lab.reporting.html import template
 
 EXPERIMENTS = {
-    "E1": passes.e1, "E2": passes.e2, "E3": passes.e3, "E5": training.policies,
+    "E1": passes.e1, "E2": passes.e2, "E2 sinks": sinks.sinks, "E3": passes.e3, "E5": training.policies,
     "E5 course": training.course, "E5 seeds": training.seeds,
     "E5 learning rates": training.rates, "X1": passes.x1, "X1 plans": plans.x1_plans,
     "X2": recipes.x2, "X2 plans": plans.x2_plans, "X2 rivals": recipes.rivals,

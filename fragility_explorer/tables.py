@@ -20,7 +20,7 @@ NAMES = {
 }  # fmt: skip
 FOLDER = ASSETS / "results_explorer"
 LOWEST, HIGHEST = 1e-4, 1.0  # of the scale of the errors of tokens, which is logarithmic
-FORMATS = {"precision": "{}", "length": "{} tokens", "seed": "seed {}"}
+FORMATS = {"precision": "{}", "length": "{} tokens", "seed": "seed {}", "half": "{} half"}
 
 
 def committed(*names: str) -> dict[str, Tables]:

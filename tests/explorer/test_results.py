@@ -17,7 +17,7 @@ from fragility_lab.reporting.report import read_tables
 from fragility_lab.running.execute import notebook_path
 
 KEPT = {"E1": "e1_controlled_sweeps", "E2": "e2_predictor", "E3": "e3_patching", "E5": "e5_mitigation"}
-KEPT |= {"E5 course": "e5_mitigation"}
+KEPT |= {"E2 sinks": "e2_predictor", "E5 course": "e5_mitigation"}
 KEPT |= {"E5 seeds": "e5_seeds", "X1": "x1_adjoint_predictor", "X2": "x2_recipes", "X2 rivals": "x2_rivals"}
 KEPT |= {"X1 plans": "x1_adjoint_predictor", "X2 plans": "x2_recipes"}
 KEPT |= {"E5 learning rates": "e5_learning_rate", "X3": "x3_engines", "X4": "x4_referees"}
@@ -82,6 +82,24 @@ def test_correlations_of_the_points_are_those_of_the_runs(pictures):
         first = model["summaries"][place]["rows"][0]
         assert first[:2] == ["the paper's score", f"{run.combined_pearson:.3f}"]
     assert model["summaries"]["||"]["rows"][0][1] == f"{runs.combined_pearson.mean():.3f}"
+
+
+def test_correlations_of_sinks_are_those_of_their_points(pictures):
+    for model, profile in zip(pictures["E2 sinks"].data["models"], tables.NAMES, strict=True):
+        table, points = read_tables(profile)["sinks_signals"], rows_of(model)
+        keys = table.set_index(["precision", "length", "half", "signal"])
+        assert len(model["summaries"]) == table.groupby(["precision", "length", "half"]).ngroups
+        for places, summary in model["summaries"].items():
+            setting = [c["values"][int(at)] for c, at in zip(model["choices"], places.split("|"), strict=True)]
+            of = points[(points[[c["key"] for c in model["choices"]]] == setting).all(axis=1) & (points.overflow == 0)]
+            for name, (_, told, spearman) in zip(summary["keys"], summary["rows"], strict=True):
+                row = keys.loc[(setting[0], int(setting[1].split()[0]), setting[2].split()[0], name)]
+                assert len(of) == row.windows
+                x, y = of[name].astype(float), of.mismatch_mean.astype(float)
+                assert np.corrcoef(x, y)[0, 1] == pytest.approx(row.pearson, abs=1e-3)
+                assert told == f"{row.pearson:.2f} ({row.low:.2f} to {row.high:.2f})".replace("-", "−")
+                assert spearman == f"{row.spearman:.2f}".replace("-", "−")
+        assert [row[0] for row in model["claims"]["rows"]][:1] == ["bf16, 128 tokens"]
 
 
 def test_verdicts_are_those_of_the_tables(pictures):

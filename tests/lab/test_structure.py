@@ -20,7 +20,7 @@ BUDGETS = {  # lines
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
     "fragility_lab": 11850,
-    "fragility_explorer": 1700,
+    "fragility_explorer": 1766,
     "fragility_lessons": 3660,
     "fragility_engines": 6415,
     "fragility_peers": 870,
