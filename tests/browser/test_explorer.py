@@ -169,6 +169,20 @@ def test_the_budget_moves_along_the_best_plans(browser, path):
         assert value(page, "target=kl") == pytest.approx(contributions()[1].plan(6, "modules").predicted, rel=1e-5)
 
 
+def test_the_budget_names_the_plan_that_is_shown(browser, path):
+    with opened(browser, path) as page:
+        unit, said = page.get_by_role("combobox", name="Best plan by"), page.locator(".px-budget output")
+        page.get_by_role("slider", name="Budget").fill("2")
+        unit.select_option("sites")
+        assert said.text_content() == "your own plan"
+        unit.select_option("blocks")
+        assert said.text_content().startswith("the best 2 of")
+        for name in ("A scheme for every layer", "Parts in fp32 beside bf16"):
+            page.get_by_role("button", name=name).click()
+        assert said.text_content().startswith("the best 2 of")
+        assert page.get_by_role("slider", name="Budget").input_value() == "2"
+
+
 def test_measured_plans_stand_beside_their_predictions(browser, path):
     with opened(browser, path) as page:
         plan = contributions()[0].plan(1, "blocks")
@@ -289,7 +303,7 @@ def test_the_address_keeps_the_plan(browser, path):
 def test_the_first_line_says_in_words_what_is_left(browser, path):
     with opened(browser, path) as page:
         line, nothing = page.locator(".px-say"), contributions()[0].keep().predicted
-        assert line.text_content().startswith("All of the model runs in bf16. The final state is off by ")
+        assert line.text_content().startswith("Without a plan, the final state is off by ")
         assert "+ 0 B" not in page.locator("body").text_content()
         toggle(page, "block 1")
         less = 100 * (1 - contributions()[0].keep(blocks=[1]).predicted / nothing)

@@ -126,7 +126,7 @@
         ["stream", streamBytes(), streamBytes() ? `${bytes(streamBytes())} more a token, for the residual stream` : ""]],
       sentence(target, says) {
         const now = predict(target), all = predict(target, new Set(), {}), plan = describe();
-        if (plan === "nothing in fp32") return `All of the model runs in ${data.recipe}. ${capital(says(all))}.`;
+        if (plan === "nothing in fp32") return `Without a plan, ${says(all)} (recipe: ${data.recipe}).`;
         const change = all > 0 && now < all ? `${percent(1 - now / all)} less than without a plan` : "no less than without a plan";
         return `With ${plan}, ${says(now)}: ${change}.`;
       },
@@ -264,7 +264,14 @@
       [row === undefined ? "" : rowName(row), column === undefined ? "" : columnName(column)].filter(Boolean).join(", ");
     const stateText = (state) => !state ? "" : view.marks ? (state.on === true ? "in fp32" : state.on ? "partly in fp32" : "") : state.scheme;
 
-    function changed() { count = null; update(); }
+    // The place of the present plan among the best ones, null if it is none of them; equal plans may have several, as `here`.
+    function placed(here) {
+      const now = view.text(), key = JSON.stringify(now), all = [...Array(view.most(target, unit) + 1).keys()];
+      const found = [here, ...all].filter((n) => all.includes(n)).find((n) => { view.choose(target, unit, n); return JSON.stringify(view.text()) === key; });
+      view.restore(new URLSearchParams(now));
+      return found ?? null;
+    }
+    function changed() { count = placed(); update(); }
 
     // The diagram: one row a block, one column a kind of site. Arrow keys move, Space changes.
     function buildModel() {
@@ -386,22 +393,24 @@
         ...options.map(([key, text]) => element("option", { value: key, selected: key === value }, text))));
       const parts = [];
       if (Object.keys(view.units).length > 1)
-        parts.push(pick("Best plan by", Object.entries(view.units), unit, (e) => { unit = e.target.value; count = 0; buildBudget(); update(); }));
+        parts.push(pick("Best plan by", Object.entries(view.units), unit, (e) => { unit = e.target.value; count = placed(); buildBudget(); update(); }));
       if (view.targets.length > 1)
         parts.push(pick("Error", view.targets.map((t) => [t.name, words.targets[t.name]]), target.name, (e) => {
           target = view.targets.find((t) => t.name === e.target.value);
-          buildBudget(); update();
+          count = placed(); buildBudget(); update();
         }));
       const range = element("input", { type: "range", min: "0", max: view.most(target, unit), step: "1", value: count ?? 0, id: `${id}-budget`, "aria-label": "Budget", oninput: choose });
       parts.push(element("label", { class: "px-range" }, element("span", {}, "Budget"), range, element("output", { for: `${id}-budget` })));
-      parts.push(element("button", { type: "button", onclick: () => { view.reset(); count = 0; range.value = 0; update(); } }, "Clear"));
+      parts.push(element("button", { type: "button", onclick: () => { view.reset(); count = 0; update(); } }, "Clear"));
       budget.replaceChildren(...parts);
     }
     function drawBudget() {
       const out = budget.querySelector("output"), point = count === null ? null : curveOf(target, unit)[count];
       const text = point === null ? "your own plan" : view.marks ? `the best ${count} of ${view.most(target, unit)} ${view.units[unit]}` : `${short(point.x)} bits a weight`;
+      const range = budget.querySelector("input");
       out.textContent = text;
-      budget.querySelector("input").setAttribute("aria-valuetext", text);
+      range.setAttribute("aria-valuetext", text);
+      if (count !== null) range.value = count;
     }
     function drawCurve() {
       const lines = Object.keys(view.units).map((each) => [each, curveOf(target, each)]);
@@ -462,8 +471,8 @@
       target = view.targets.find((each) => each.name === text.get("error")) ?? target;
       unit = text.get("by") in view.units ? text.get("by") : unit;
       view.restore(text);
-      const best = text.get("best"), at = (text.get("at") ?? "").split(".").map(Number);
-      count = best !== null && Number(best) <= view.most(target, unit) ? Number(best) : null;
+      const at = (text.get("at") ?? "").split(".").map(Number);
+      count = placed(Number(text.get("best") ?? NaN));
       buildBudget(); buildModel();
       if (grid[at[0]]?.[at[1]]) place = at;
       update();
@@ -471,7 +480,7 @@
     addEventListener("hashchange", restore);
 
     function show(next) {
-      view = next; target = view.targets[0]; unit = Object.keys(view.units)[0]; count = 0;
+      view = next; target = view.targets[0]; unit = Object.keys(view.units)[0]; count = placed();
       tabs.replaceChildren(...(made.length > 1 ? made.map((each) => element("button", { type: "button", "aria-pressed": String(each === view), onclick: () => show(each) }, each.title)) : []));
       buildBudget(); buildModel(); update();
     }
