@@ -47,9 +47,8 @@ def failure(step: int) -> Picture:
     finish(errors, "block", "% of the predicted error", "red: the controller would raise ε", ylim=(0, 65), **ticks)
     finish(falls, "block", "% of the block's error", "what ε = 0.01 would remove", ylim=(0, 26), **ticks)
     blocks = ", ".join(map(str, sorted(set(acted.layer)))) or "none"
-    saved = np.format_float_positional(
-        100 * raised(rows, epsilon).reduction.sum() / rows.risk.sum(), 1, fractional=False, trim="-"
-    )
+    reduction = raised(rows, epsilon).reduction[epsilon > BASE].sum()  # of the others it is 0, up to fp64's rounding
+    saved = np.format_float_positional(100 * reduction / rows.risk.sum(), 1, fractional=False, trim="-")
     return [errors, falls], (
         f"step {step}, blocks where it would have raised ε: {blocks}. This would remove {saved} % of the predicted "
         f"error. ε = {CAP:g} would remove {100 * taken[0]:.2g} % of the error of block 0, and at most "

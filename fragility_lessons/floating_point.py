@@ -146,7 +146,7 @@ def ranges(exponent: int, format: str) -> Picture:
     for marker, (name, curve) in zip("osD^", table.groupby("format", sort=False)):
         strong = strength(name == format)
         axes.plot(curve.exponent, curve.error.clip(upper=9), marker=marker, markersize=4, label=name, **strong)
-    axes.text(15.5, 4, "overflow", fontsize="small")
+    axes.text(14, 4, "overflow", fontsize="small", ha="right")
     title = "inside its range, a format's relative error is at most u"
     finish(axes, "binary exponent of x", "largest relative error", title, "y", BESIDE, ylim=(1e-4, 9))
     chosen = get_format(format)
