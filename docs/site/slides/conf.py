@@ -37,13 +37,22 @@ revealjs_script_conf = {
 
 LINES = 13  # of text on a slide, by a rough count
 BESIDE_PICTURE = 6  # of them that leave room for a picture or a question
+PRINTED = 6  # lines that a cell prints, and that are no picture
+CLOSING = 2.5  # lines that end a section, and stand under its picture with sliders: fit.js makes room
 WIDTH = 90  # of a line in letters
 NOTES = yaml.safe_load(Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8"))
 
 
+def printed(node) -> int:
+    """How many lines the cell ``node`` prints; 0 if it shows anything else."""
+    parts = [part for output in node.children for part in output.children]
+    streams = all(part.tagname == "literal_block" and "stream" in part.get("classes", []) for part in parts)
+    return sum(len(part.astext().splitlines()) for part in parts) if streams else 0
+
+
 def is_shown(node) -> bool:
-    """Whether ``node`` is a cell with a picture, a table or a question."""
-    return "cell" in node.get("classes", []) and bool(node.children)
+    """Whether ``node`` is a cell with a picture, a table, a question, or more than a few printed lines."""
+    return "cell" in node.get("classes", []) and bool(node.children) and not 0 < printed(node) <= PRINTED
 
 
 def lines(node) -> float:
@@ -52,6 +61,8 @@ def lines(node) -> float:
         return 1.5 if "<summary" in node.astext() else 0
     if node.tagname == "math_block":
         return 3
+    if "cell" in node.get("classes", []):
+        return printed(node) + 1
     if node.tagname in ("table", "bullet_list", "enumerated_list"):
         rows = list(node.findall(lambda part: part.tagname in ("row", "list_item")))
         return sum(max(1, len(row.astext()) / WIDTH) * 1.4 for row in rows)
@@ -72,16 +83,23 @@ def blocks(children: list) -> list[list]:
 
 
 def slides(children: list) -> list[list]:
-    """The ``children`` of a section by slide: a picture or a question ends one."""
-    made, height = [[]], 0.0
+    """The ``children`` of a section by slide: a picture or a question ends one.
+
+    What a colon announces is on the slide of the colon.
+    """
+    made, height, announced = [[]], 0.0, False
     for block in blocks(children):
         picture = any(map(is_shown, block))
         tall = lines(block[0]) if not picture else 0.0
-        if made[-1] and (height > BESIDE_PICTURE if picture else height + tall > LINES):
+        if made[-1] and not announced and (height > BESIDE_PICTURE if picture else height + tall > LINES):
             made.append([])
             height = 0.0
         made[-1] += block
         height = LINES if picture else height + tall
+        announced = block[-1].astext().rstrip().endswith(":")
+    if len(made) > 1 and height <= CLOSING and 'class="sliders"' in made[-2][-1].astext():
+        closing = made.pop()
+        made[-1] += closing
     return made
 
 
