@@ -19,7 +19,7 @@ from fragility_lab.paths import ASSETS
 from fragility_lab.reporting.html import template
 from fragility_lessons.coding import listed
 
-LESSONS = tuple(name for name in listed() if name not in ("recall", "coding"))  # in the order of their numbers
+LESSONS = tuple(name for name in listed() if name not in ("recall", "sheet", "coding"))  # in the order of their numbers
 ATTEMPTS = 2  # wrong answers after which the explanation opens
 NUMBER = "An answer is a number such as 0.01, 1e-2, 1/100 or 1 %, not "
 

@@ -15,12 +15,13 @@ SHEETS = {"exercises.html": False, "solutions.html": True}  # whether a sheet ha
 
 
 def lessons() -> Iterator[dict]:
-    """The lessons by number: the title of the notebook, its questions, and the function to write with its signature."""
+    """The lessons by number: the title, what is given, the questions, and the function to write with its signature."""
     for name, notebook in zip(LESSONS, sorted((paths.NOTEBOOKS / "theory").glob("*.ipynb")), strict=True):
         title = nbformat.read(notebook, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
         coding = listed()["coding"][name]
         signature = coding["solution"].splitlines()[0]
-        yield {"title": title, "questions": exercises(name), "coding": coding, "signature": signature}
+        given = listed()["sheet"][name]
+        yield {"title": title, "given": given, "questions": exercises(name), "coding": coding, "signature": signature}
 
 
 def write(folder: Path) -> list[Path]:

@@ -73,7 +73,8 @@ def test_both_sheets_ask_every_question_and_one_has_the_solutions(sheets):
         for exercise in exercises(lesson):
             assert all(sheet.count(f"<p>{exercise.question}</p>") == 1 for sheet in sheets.values())
             assert exercise.explanation in sheets["solutions"] and exercise.explanation not in sheets["exercises"]
-        coding = listed()["coding"][lesson]
+        given, coding = listed()["sheet"][lesson], listed()["coding"][lesson]
+        assert given in sheets["exercises"] and given not in sheets["solutions"]
         solution = html.escape(coding["solution"])
         assert all(coding["task"] in sheet for sheet in sheets.values())
         assert solution in sheets["solutions"] and solution not in sheets["exercises"]
