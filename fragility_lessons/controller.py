@@ -135,7 +135,7 @@ def update(variance_exponent: float, target: float, cap_exponent: float, precisi
     left.plot(variance[:-1], epsilon[:-1], color="C0")
     left.plot(variance[-1], epsilon[-1], "o", color="C3", markersize=9)
     left.plot(rows.variance_1, np.full(len(rows), 2.2e-6), "|", color="0.2", markersize=12)
-    left.text(0.1, 1.7e-6, "the 12 blocks", fontsize="small", ha="center")
+    left.text(0.3, 5e-6, "ticks: the 12 blocks", fontsize="small", ha="center")
     right.axhspan(target, 1, color="C2", alpha=0.25, linewidth=0)
     right.plot(variance[:-1], before[:-1], color="0.5", linestyle="--", label="before")
     right.plot(variance[:-1], bound[:-1], color="C3", linewidth=4, alpha=0.4, label="guarantee")

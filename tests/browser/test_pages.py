@@ -95,3 +95,9 @@ def test_no_table_and_no_printed_line_of_a_lesson_is_cut_on_a_phone(page, site):
         assert boxes.count(), lesson.name
         cut = "boxes => boxes.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText.slice(0, 60))"
         assert boxes.evaluate_all(cut) == [], lesson.name
+        parted = """heads => heads.filter(e => {
+            const text = document.createRange();
+            text.selectNodeContents(e);
+            return !/\\s/.test(e.innerText.trim()) && text.getClientRects().length > 1;
+        }).map(e => e.innerText)"""
+        assert page.locator(".cell_output .dataframe thead th").evaluate_all(parted) == [], lesson.name
