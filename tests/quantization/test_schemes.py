@@ -250,6 +250,17 @@ def test_recipes_by_name():
     assert not Operands() and not RECIPES["fp32"].rounds and get_recipe("w4a16-g128@fp32").rounds
 
 
+def test_names_say_bits_and_groups():
+    """w4a16-g128: weights of 4 bits in groups of 128 beside inputs of 16 bits, which are those of the kernels."""
+    said = {name: found for name in LINEAR if (found := re.match(r"w(\d+)a(\d+)(.*-g(\d+)$|-channel$|)", name))}
+    assert len(said) > 10
+    for name, (bits, inputs, how, size) in ((name, found.groups()) for name, found in said.items()):
+        weights, read = LINEAR[name].weights, LINEAR[name].inputs
+        assert (weights.format.bits, read.format.bits if read else 16) == (int(bits), int(inputs)), name
+        if how:
+            assert (weights.granularity, weights.size) == (("group", int(size)) if size else ("row", 0)), name
+
+
 @every_scheme
 def test_strange_tensors_pass(scheme):
     assert scheme.round(torch.empty(0, 4)).shape == (0, 4)
