@@ -23,7 +23,7 @@ ALL = notebook_names()
 def test_cited_sections_of_the_protocol_exist():
     text = (PROJECT / "docs/protocol.md").read_text(encoding="utf-8")
     sections = set(re.findall(r"^## (\d+)\.", text, re.M))
-    files = [*PROJECT.glob("fragility_*/**/*.py"), *PROJECT.glob("tests/*.py"), *NOTEBOOKS.glob("profiles/*/*.yaml")]
+    files = [*PROJECT.glob("fragility_*/**/*.py"), *PROJECT.glob("tests/**/*.py"), *NOTEBOOKS.glob("profiles/*/*.yaml")]
     cited = {
         found for file in files for found in re.findall(r"protocol sections? (\d+)", file.read_text(encoding="utf-8"))
     }
