@@ -20,6 +20,7 @@ from fragility_quantization.ggml_blocks import Grid
 from fragility_quantization.schemes import is_measured
 
 CHUNK = 2**18  # entries at once
+LEAST = 1e-30  # far below what any fp16 scale makes of a block; a range below has no inverse in fp32
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class GgmlType:
         for start in range(0, len(rows), CHUNK // self.size):
             part = slice(start, start + CHUNK // self.size)
             values = self.in_blocks(rows[part])
+            values = torch.where(values.abs() < LEAST, 0.0, values)
             made = make(self.grid(values), values, None if drawn is None else self.in_blocks(drawn[part]))
             found.append(made.permute(2, 1, 0).reshape(-1, self.size))
         return torch.cat(found).reshape(x.shape) if found else torch.zeros_like(x)

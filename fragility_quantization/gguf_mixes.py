@@ -70,7 +70,8 @@ def types_of_mix(mix: str, model: Any, tensors: Iterable[str]) -> dict[str, str]
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     layers = config.num_hidden_layers
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    known = heads // kv_heads, layers, experts
+    shared = heads // kv_heads
+    known = shared, layers == 80 and is_70b(config.model_type, shared), experts
     numbers = {name: int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.", name))}
     values = sorted((name for name in names if re.search(r"attn_(v|qkv)\.", name)), key=numbers.__getitem__)
     order = {name: i for i, name in enumerate(values)}
@@ -92,9 +93,14 @@ def types_of_mix(mix: str, model: Any, tensors: Iterable[str]) -> dict[str, str]
     return chosen
 
 
-def of_values(mix: str, base: str, i: int, count: int, known: tuple[int, int, int]) -> str:
-    """The type of the values' matrix number ``i`` of ``count``; ``known`` are heads a key, layers and experts."""
-    shared, layers, experts = known
+def is_70b(kind: str, shared: int) -> bool:
+    """True if llama.cpp calls a model of this ``kind`` with 80 blocks 70B: a Qwen2, or a Llama that has shared keys."""
+    return kind == "qwen2" or (kind in ("llama", "mistral") and shared > 1)
+
+
+def of_values(mix: str, base: str, i: int, count: int, known: tuple[int, bool, int]) -> str:
+    """The type of the values' matrix number ``i`` of ``count``; ``known`` are heads a key, whether 70B, and experts."""
+    shared, large, experts = known
     chosen = base
     match mix:
         case "q2_k":
@@ -109,8 +115,8 @@ def of_values(mix: str, base: str, i: int, count: int, known: tuple[int, int, in
             chosen = "q6_k"
         case "q4_k_s" if i < 4:
             chosen = "q5_k"
-    if layers == 80 and shared > 1 and chosen in ("q3_k", "q4_k"):
-        chosen = "q5_k"  # a 70B model, whose values are an eighth of its queries
+    if large and chosen in ("q3_k", "q4_k"):
+        chosen = "q5_k"  # values of a 70B model are an eighth of its queries
     return "q8_0" if experts == 8 else chosen
 
 

@@ -14,7 +14,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1410,
     "fragility_core": 3465,
-    "fragility_quantization": 1712,
+    "fragility_quantization": 1719,
     "fragility_exports": 400,
     "fragility_offload": 522,
     "fragility_adjoint": 5000,

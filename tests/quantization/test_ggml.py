@@ -3,6 +3,8 @@
 tests/engines/test_ggml_library.py compares with ggml itself where its library is installed.
 """
 
+from types import SimpleNamespace
+
 import gguf
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from packed import packed
 from tiny import random_model
-from transformers import GPT2Config, LlamaConfig, MixtralConfig
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
 from fragility_core.models.paths import embedding_paths, head_paths
 from fragility_numerics.formats import FORMATS
@@ -18,6 +20,7 @@ from fragility_quantization.ggml import MIXES, TYPES, WEIGHTS, inputs_beside
 from fragility_quantization.ggml_blocks import IQ4_VALUES
 from fragility_quantization.gguf_mixes import (
     ends,
+    is_70b,
     more_bits,
     of_down,
     of_output,
@@ -25,6 +28,7 @@ from fragility_quantization.gguf_mixes import (
     tensor_name,
     tensor_names,
     types_by_path,
+    types_of_mix,
 )
 from fragility_quantization.operands import linear_weights, owner, rounded_bits, weight_schemes, with_known_layers
 from fragility_quantization.quantized import lower
@@ -69,6 +73,16 @@ def test_what_is_stored_reads_as_the_package_gguf_reads_it(name, scale):
     assert 8 * stored.shape[1] / TYPES[name].size == TYPES[name].bits
     theirs = gguf.quants.dequantize(stored.reshape(len(x), -1), kind_of(name))
     np.testing.assert_array_equal(TYPES[name].round(x).numpy(), theirs)
+
+
+@every_type
+def test_numbers_too_small_for_any_scale_read_as_zeros(name):
+    """Their scale has no inverse in fp32: weights that decayed, of tokens that no text has."""
+    x = rows()[:3]
+    x[1] *= 1e-39
+    read = TYPES[name].round(x)
+    assert not read[1].any()
+    assert read[0].equal(TYPES[name].round(x[:1])[0])
 
 
 @every_type
@@ -237,7 +251,23 @@ def test_a_mix_says_what_each_tensor_gets():
     ],
 )  # fmt: skip
 def test_types_of_values_in_each_mix(mix, i, shared, layers, experts, expected):
-    assert of_values(mix, MIXES[mix], i, 32, (shared, layers, experts)) == expected
+    known = shared, layers == 80 and is_70b("llama", shared), experts
+    assert of_values(mix, MIXES[mix], i, 32, known) == expected
+
+
+def test_values_of_80_blocks_follow_what_llama_cpp_calls_70b():
+    """Any Qwen2 of 80 blocks, as Qwen1.5 72B without shared keys; of other families Llama and Mistral alone."""
+    found = {
+        (kind, shared) for kind in ("llama", "mistral", "qwen2", "qwen3") for shared in (1, 8) if is_70b(kind, shared)
+    }
+    assert found == {("llama", 8), ("mistral", 8), ("qwen2", 1), ("qwen2", 8)}
+    names = [f"blk.{i}.attn_v.weight" for i in range(80)]
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 80}
+    made = {
+        kind.model_type: types_of_mix("q3_k_s", SimpleNamespace(config=kind(**sizes)), names).values()
+        for kind in (LlamaConfig, Qwen2Config)
+    }
+    assert {name: {*found} for name, found in made.items()} == {"llama": {"q3_k"}, "qwen2": {"q5_k"}}
 
 
 @pytest.mark.parametrize(
