@@ -144,6 +144,8 @@ def vllm(line: Mapping[str, Any]) -> Iterator[Scored]:
 def of_prompt(found: Mapping[str, Any], prompt: Sequence[int]) -> list[Any]:
     """The entries of prompt_logprobs that are ``found``, one for each token of the ``prompt``."""
     given = found.get("prompt_logprobs") or [None] * len(prompt)
+    # Versions of 2023 have a number for each token.
+    given = [each and {t: x if isinstance(x, dict) else {"logprob": x} for t, x in each.items()} for each in given]
     if len(given) != len(prompt):
         raise ValueError(f"prompt_logprobs must have an entry for each token, got {len(given)} for {len(prompt)}")
     return given
@@ -312,8 +314,10 @@ def told(error: Exception) -> str:
 
 def of_answer(line: Mapping[str, Any]) -> list[Scored]:
     """The sequences of the object of a line, which may be a server's answer. Raises ValueError for other objects."""
+    body = line["response"].get("body") if isinstance(line.get("response"), dict) else None
+    line = body if isinstance(body, dict) else line  # of a file that "vllm run-batch" wrote
     reader = next((reader for key, reader in READERS.items() if key in line), None)
-    if reader is None and "error" in (*line, line.get("object")):
+    if reader is None and (line.get("error") or line.get("object") == "error"):
         raise ValueError(f"a line must be a sequence or an answer, got the error of a server: {shortened(line, 200)}")
     if reader is None:
         raise ValueError(f"a line must have one of {', '.join(READERS)}, got the keys {shortened([*line])}")

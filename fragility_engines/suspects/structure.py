@@ -34,6 +34,7 @@ from fragility_engines.suspects.windows import masks
 LOADED = "what the engine's loader does with these weights, and the names that it knows"
 ALL = " of all blocks"
 CODE = "the engine's code of this model"
+RANKS = 2, 4, 8  # that share a layer
 ACTIVATIONS = {"silu": "SiLU", "gelu": "GELU", "gelu_pytorch_tanh": "GELU by tanh", "relu": "ReLU"}
 Values = list[tuple[Any, str, Any]]  # modules, names of parameters, and other values
 
@@ -42,7 +43,7 @@ def structure(model: PreTrainedModel) -> list[Suspect]:
     """The suspects of what the blocks of ``model`` have in common."""
     return [
         *inside_blocks(model, block_paths(model)), *norms(outside(model)), *twice(outside(model)), *masks(model),
-        *activations(model), *positions(model), *grouped(model), *embedded(model), *order(model),
+        *activations(model), *positions(model), *grouped(model), *embedded(model), *order(model), *split(model),
     ]  # fmt: skip
 
 
@@ -122,6 +123,21 @@ def biases(model: PreTrainedModel, blocks: Sequence[str]) -> Iterator[Suspect]:
     for name, modules in groups.items():
         if having_bias := [(one, "bias") for one in modules if getattr(one, "bias", None) is not None]:
             yield Suspect(f"no {name}", LOADED, change(having_bias, lambda bias: new(torch.zeros_like(bias))))
+
+
+def split(model: PreTrainedModel) -> Iterator[Suspect]:
+    """Suspects of a bias that each rank adds to its part of the last layer of a branch, whose parts are then added."""
+    last = [each[names[-1]] for _, names, holders in families(model, block_paths(model)) for each in holders]
+    own = [(layer, "bias") for layer in last if getattr(layer, "bias", None) is not None]
+    look = "which rank adds the bias of a layer whose inputs are split"
+    for count in RANKS if own else ():
+        name = f"biases of the last layers of branches added {count} times, as by each of {count} ranks"
+        yield Suspect(name, look, change(own, partial(times, count)))
+
+
+def times(count: int, bias: Tensor) -> nn.Parameter:
+    """``count`` times a ``bias``."""
+    return new(count * bias)
 
 
 def swaps(model: PreTrainedModel, blocks: Sequence[str]) -> Iterator[Suspect]:

@@ -37,6 +37,21 @@ FORMS = {
             }
         ]
     },
+    "vLLM, a number for each token": {
+        "choices": [
+            {
+                "prompt_token_ids": TOKENS,
+                "prompt_logprobs": [None, *({str(t): v, "99": -3.0} for t, v in zip(TOKENS[1:], VALUES[1:]))],
+            }
+        ]
+    },
+    "vLLM, a line of a batch": {
+        "custom_id": "1",
+        "response": {"body": {"choices": [{"prompt_token_ids": TOKENS, "logprobs": None, "prompt_logprobs": [
+            None, *({str(t): {"logprob": v}} for t, v in zip(TOKENS[1:], VALUES[1:])),
+        ]}]}},
+        "error": None,
+    },
     "vLLM, its Python interface": {
         "prompt_token_ids": TOKENS[:2],
         "prompt_logprobs": [None, {"7": {"logprob": -0.5, "rank": 1}}],
@@ -133,6 +148,8 @@ def test_an_answer_of_llama_cpp_has_no_log_probabilities_of_its_prompt(tmp_path)
             {"choices": [{"prompt_token_ids": [1, 2], "prompt_logprobs": [None, {"5": {"logprob": -1}}]}]},
             "its token, 2",
         ),
+        ({"custom_id": "1", "response": None, "error": {"message": "no"}}, "got the error of a server: {'custom_id'"),
+        ({"text": "a", "error": None}, "one of logprobs, choices, meta_info"),
         ({"choices": 3}, "an answer of vLLM must have another form, got {'choices': 3}"),
         ({"meta_info": {"input_token_logprobs": [[-1.0]]}}, "an answer of SGLang must have another form"),
         (

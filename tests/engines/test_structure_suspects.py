@@ -92,6 +92,13 @@ def unfused(model):
             x.data = x.unflatten(0, (3, 4, -1)).transpose(0, 1).reshape(x.shape)
 
 
+def added_by_ranks(model):
+    """Each of four ranks adds the whole bias to its part of the sum."""
+    for block in model.gpt_neox.layers:
+        for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
+            layer.bias.data *= 4
+
+
 def unnormed(model):
     model.model.norm.weight.data.fill_(1.0)
 
@@ -103,6 +110,7 @@ FAULTS = {
     "model.norm without the weights of the file": ("qwen2", unnormed),
     "the halves in each other's place in gate_up_proj": ("phi3", halves),
     "queries, keys and values head by head, not each together, in query_key_value": ("neox", unfused),
+    "biases of the last layers of branches added 4 times, as by each of 4 ranks": ("neox", added_by_ranks),
 }
 
 
