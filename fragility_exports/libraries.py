@@ -7,7 +7,7 @@ one, and compares the tensors bit for bit; docs/exports.md has the outcome for e
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from fragility_quantization.recipes import Operands
 from fragility_quantization.schemes import Scheme
 
 MANY = 5  # modules that a message names
+FUSED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of which vLLM and SGLang make one
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,17 @@ def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
 def named(paths: Sequence[str], many: int = MANY) -> str:
     """The first of ``paths``, as ``many`` as there may be, and how many others there are."""
     return ", ".join(paths[:many]) + (f" and {len(paths) - many} more" if len(paths) > many else "")
+
+
+def fused(layers: Mapping[str, Operands]) -> list[str]:
+    """Name the ``layers`` by path that engines fuse, and that have unlike operands: these engines load none such."""
+    together: dict[str, set[Operands]] = {}
+    for path, operands in layers.items():
+        parent, _, name = path.rpartition(".")
+        for names in (names for names in FUSED if name in names):
+            together.setdefault(f"{parent}.({'|'.join(names)})", set()).add(operands)
+    paths = [path for path, unlike in together.items() if len(unlike) > 1]
+    return [f"vLLM and SGLang cannot load layers that they fuse in unlike schemes: {named(paths)}"] if paths else []
 
 
 def dtype_of(plan: Plan) -> torch.dtype:
@@ -195,7 +207,7 @@ def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
         config[f"group_{number}"] = {"targets": paths, "weights": arguments(operands.weights, dynamic=False)}
         if operands.inputs is not None:
             config[f"group_{number}"]["input_activations"] = arguments(operands.inputs, dynamic=True)
-    ignored = untouched(plan, model)
+    ignored, missing = untouched(plan, model), [*missing, *fused(layers_of(plan, model))]
     return export({"quant_method": "compressed-tensors", "config_groups": config, "ignore": ignored}, missing, plan)
 
 

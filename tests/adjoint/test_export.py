@@ -24,7 +24,7 @@ from fragility_quantization.recipes import RECIPES
 from fragility_quantization.schemes import Scheme
 
 KEPT = Plan("fp8-dynamic+kv-fp8", modules=("model.layers.0.mlp",), residual=True, scores=True)
-MIXED = Plan("bf16", layers=(("model.layers.1.self_attn.q_proj", "fp8-tensor"),), label="mixed", predicted=0.25)
+MIXED = Plan("bf16", layers=(("model.layers.1.self_attn.o_proj", "fp8-tensor"),), label="mixed", predicted=0.25)
 PAGE = Path(__file__).parents[2] / "docs" / "exports.md"
 SCHEMES = [name for name in EXPORTS if name != "transformers"]  # it names layers, and no schemes
 RULE = re.compile(r"has the rule '([a-z ]+)', not '([a-z]+)', for the scales of")
@@ -57,6 +57,17 @@ def test_what_cannot_be_expressed_is_said_by_name(library):
     assert ("the KV cache" in said) == (library != "modelopt")
     clean = EXPORTS[library](MIXED, llama())
     assert bool(clean.missing) == (library == "transformers") and clean.dtype == "bfloat16"
+
+
+def test_layers_that_engines_fuse_have_one_scheme_or_are_named():
+    unlike = (("model.layers.1.self_attn.k_proj", "fp8-tensor"), ("model.layers.0.mlp.down_proj", "w4a16-range-g128"))
+    said = "vLLM and SGLang cannot load layers that they fuse in unlike schemes: "
+    found = EXPORTS["compressed-tensors"](Plan("fp8-dynamic", layers=unlike), llama()).missing
+    assert found == (f"{said}model.layers.1.self_attn.(q_proj|k_proj|v_proj)",)
+    kept = Plan("fp8-dynamic", modules=("model.layers.0.mlp.up_proj",), weights_only=True)
+    assert f"{said}model.layers.0.mlp.(gate_proj|up_proj)" in EXPORTS["compressed-tensors"](kept, llama()).missing
+    every = tuple((f"model.layers.1.self_attn.{name}_proj", "fp8-tensor") for name in "qkv")
+    assert not EXPORTS["compressed-tensors"](Plan("fp8-dynamic", layers=every), llama()).missing
 
 
 @pytest.mark.parametrize("plan", [Plan("openvino-int8-w", modules=("lm_head",)), Plan("w4a16-g128", weights_only=True)])

@@ -15,7 +15,7 @@ BUDGETS = {  # lines
     "fragility_numerics": 1410,
     "fragility_core": 3465,
     "fragility_quantization": 1719,
-    "fragility_exports": 400,
+    "fragility_exports": 411,
     "fragility_offload": 522,
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
