@@ -113,6 +113,7 @@ LINEAR: dict[str, Operands] = {
     "fp8-block": Operands(Scheme(E4M3, "block", 128), Scheme(E4M3, "group", 128)),
     "fp8-e5m2": both(Scheme(E5M2)),
     "fp8-w": weights_only(CHANNEL_E4M3),
+    "fp8-tensor-w": weights_only(Scheme(E4M3)),
     **{f"mx{name}": both(microscaled(f)) for name, f in (
         ("fp8", E4M3), ("fp8-e5m2", E5M2), ("fp6", NARROW["fp6_e2m3"]), ("fp6-e3m2", NARROW["fp6_e3m2"]),
         ("fp4", NARROW["fp4_e2m1"]), ("int8", INT8),

@@ -61,7 +61,8 @@ class Gap:
     ``tokens`` has one row for each token that the engine scored, in sequences that do not overflow:
 
     - its ``sequence``, ``position`` and ``token``;
-    - ``fp32``, its log-probability in the fp32 model, and ``rounding``, that of an emulated pass minus it;
+    - ``fp32``, its log-probability in the fp32 model, and ``rounding``, that of an emulated pass minus it; ``expected``
+      is that of a token which the fp32 model draws there;
     - ``exact``, its log-probability in the reference, which is the fp32 model or another engine;
     - ``change``, the engine's minus ``exact``; and ``emulated``, what of it is expected with its sign: ``rounding``,
       or 0 beside another engine, which has the same rounded weights;

@@ -24,6 +24,7 @@ from fragility_quantization.recipes import Recipe, get_recipe
 
 MANY, SURE = 8, np.log(0.01)  # tokens, and a log-probability: no engine that works has 0 at so many below it
 ENOUGH, MOST = 1000, 8  # tokens times probes, and probes: the more tokens, the less probes scatter
+ROWS = 32  # of logits whose entropy is taken at once
 FINE = 2**-8  # unit roundoff of bf16: slopes at both ends of such errors differ by a few percent, in twice the time
 Seen = Callable[[int, Tensor, Tensor], None]  # takes a sequence's number, its logits, and log_sum of them
 
@@ -48,16 +49,17 @@ class Outputs:
     """What a pass gives for the tokens after the first of a window, or for some of them (N,).
 
     ``logprobs`` (N,) are those of the text's tokens, ``best`` (N,) the most probable tokens, and ``asked`` (N, K) the
-    log-probabilities of other tokens.
+    log-probabilities of other tokens. ``expected`` (N,) is that of a token that is drawn: minus the entropy.
     """
 
     logprobs: np.ndarray
     best: np.ndarray
     asked: np.ndarray
+    expected: np.ndarray
 
     def at(self, rows: np.ndarray) -> "Outputs":
         """The outputs at these ``rows`` alone."""
-        return Outputs(self.logprobs[rows], self.best[rows], self.asked[rows])
+        return Outputs(self.logprobs[rows], self.best[rows], self.asked[rows], self.expected[rows])
 
 
 @torch.no_grad()
@@ -78,7 +80,9 @@ def outputs(
         (z.gather(-1, index).double() - norm).cpu().numpy()
         for index in (tokens[1:, None].to(z.device), places.clamp(min=0))
     )
-    return Outputs(own[:, 0], z.argmax(-1).cpu().numpy(), np.where(asked == tops.NONE, np.nan, others))
+    drawn = torch.cat([(part.softmax(-1) * part).sum(-1) for part in z.split(ROWS)]).double() - norm[:, 0]
+    known = np.where(asked == tops.NONE, np.nan, others)
+    return Outputs(own[:, 0], z.argmax(-1).cpu().numpy(), known, drawn.cpu().numpy())
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ class Pair:
             best, reference = tops.most_probable(others, given), tops.aligned(asked, others, given)
         return pd.DataFrame({
             "sequence": self.number, "position": at, "token": self.each.tokens[at], "fp32": fp32.logprobs,
-            "rounding": rounding, "exact": exact, "change": self.each.logprobs[at] - exact, "emulated": emulated,
+            "expected": fp32.expected, "rounding": rounding, "exact": exact,
+            "change": self.each.logprobs[at] - exact, "emulated": emulated,
             "kl": tops.divergence(reference, values), "kl_rounding": tops.divergence(fp32.asked, low.asked),
             "flip": tops.differs(best, tops.most_probable(asked, values)),
             "flip_rounding": np.where((asked != tops.NONE).any(1), tops.differs(fp32.best, low.best), np.nan),

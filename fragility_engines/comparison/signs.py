@@ -11,6 +11,7 @@ START, END = 16, 64  # tokens at the beginning and at the end of sequences
 LOUD = 2.0  # times MORE: a change that begins at a position, or with a token
 GAIN = 1.0  # nats a token: no number that is a little off makes a text so much more probable
 OTHERS, SHOWN = 0.5, 4  # of the change of a sequence, as that of another one; sentences
+CHANCE, FOLLOWS = 4.0, 0.1  # standard errors; of a log that follows the text's tokens, where 1 is all of it
 FEW = 0.02  # of the tokens make half of the square
 
 
@@ -39,6 +40,7 @@ def patterns(gap: Gap) -> dict[str, Any]:
         "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0, "begins": begins(gap),
         "ends": ends(gap),
         "read": begins_with(gap), "scored": stands_at(gap), "rows": rows_of_others(gap),
+        "drawn": of_drawn(gap),
     }  # fmt: skip
 
 
@@ -70,6 +72,11 @@ def ends(gap: Gap) -> int:
 
 def described(found: dict[str, Any]) -> list[str]:
     """What ``patterns`` point to, in words; empty where they point to nothing."""
+    if found["drawn"]:
+        text = (
+            "The log does not follow the tokens of the text, and has on average what tokens have that the model draws"
+        )
+        return [f"{text}: these are the log-probabilities of tokens that the engine drew, not of the text's."]
     texts = []
     if found["ends"]:
         text = f"The change is rounding from position {found['ends']} of the sequences on, and more before it"
@@ -104,6 +111,20 @@ def described(found: dict[str, Any]) -> list[str]:
     if found["largest"] > 3 and not found["rows"]:
         texts.append("One sequence has most of the change: another template, or a truncation.")
     return texts
+
+
+def of_drawn(gap: Gap) -> bool:
+    """True if the log of ``gap`` is beyond doubt not that of the text's tokens, but may be that of drawn ones.
+
+    It then has minus the entropy on average, wherever the text's tokens are more or less probable than that.
+    """
+    if gap.two or "expected" not in gap.tokens or len(gap.tokens) < END:
+        return False
+    tokens = gap.tokens
+    log, own = (value - tokens.expected for value in (tokens.exact + tokens.change, tokens.fp32))
+    follows = (log * own).sum() / (own**2).sum()
+    error = (((log - follows * own) * own) ** 2).sum() ** 0.5 / (own**2).sum()
+    return bool(abs(follows) < max(FOLLOWS, CHANCE * error) < 0.5 and abs(log.mean()) < CHANCE * log.sem())
 
 
 def begin_rows(gap: Gap) -> list[int]:

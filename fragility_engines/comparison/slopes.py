@@ -159,11 +159,11 @@ class Directions:
         along = [each.suspect.name for each in found if each.certain and each.share > ALONG][:BLOCKWISE]
         return [each for path in block_paths(self.model) for each in in_one_block(self.model, path, along)]
 
-    def around(self, found: Sequence[Slope]) -> list[Suspect]:
-        """The suspects of one block: that of the place which explains most, of those ``found``."""
-        best = max((each for each in found if each.suspect.place), key=lambda each: each.share, default=None)
-        block = None if best is None else block_of(best.suspect.name.removeprefix(PLACE))
-        return around(self.model, block[0]) if block else []
+    def around(self, found: Sequence[Slope], rank: int = 0) -> list[Suspect]:
+        """The suspects of one block: that of the place which explains most, of those ``found``, or of a later rank."""
+        places = [each.suspect.name.removeprefix(PLACE) for each in ranked(found) if each.suspect.place]
+        blocks = dict.fromkeys(block[0] for place in places if (block := block_of(place)))
+        return [suspect for block in [*blocks][rank : rank + 1] for suspect in around(self.model, block)]
 
     @cached_property
     def runs(self) -> list[Suspect]:

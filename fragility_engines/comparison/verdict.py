@@ -27,6 +27,7 @@ WHOLE = 0.955  # share for a way to read logits: a temperature has 0.95 of what 
 STAYS = 3.0  # times the predicted change: a cause that leaves more of a gap is not all of it, whatever its share
 HUGE, AGREES = 20.0, 2.0  # times the predicted change: no rounding, where the emulated pass has less than the second
 PLACED = 64  # tokens: over fewer the best of many places explains much by chance
+NEAR = 3  # blocks whose own mistakes are tried, those of the likeliest places: the first may only be like another one
 CLEAR = 0.8  # share beside SURE for a number, whose slope bends, and for one place; less is only like the gap
 
 KINDS = {
@@ -204,7 +205,9 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
         further += tested(gap, part, directed.runs, directed)
         if len(part.tokens) >= PLACED and unexplained(gap, [*found, *further], SURE):
             further += likely(part, part, directed.places, directed)
-            further += tested(gap, part, directed.around(further), directed)
+            for rank in range(NEAR):
+                if unexplained(gap, [*found, *further], SURE):
+                    further += tested(gap, part, directed.around(further, rank), directed)
     if judge(gap, [*found, *further]).cause is None:
         further += first_tokens(gap, directed) or some_sequences(gap, directed)
     return found, ranked(further)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_core.models.norms import epsilon_name
 from fragility_core.models.paths import attention_modules
-from fragility_engines.suspects.rotary import base_of, divided, frequencies, with_base
+from fragility_engines.suspects.rotary import divided, frequencies, rebased
 from fragility_engines.suspects.suspect import Suspect, change, having
 from fragility_engines.suspects.windows import LOOK, fully_attending, seeing, sliding, without_first
 
@@ -102,8 +101,3 @@ def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
             f"a window of {{}} in place of {window}", LOOK, window, narrow,
             lambda size: partial(seeing, having_it, size), whole=True,
         )  # fmt: skip
-
-
-def rebased(factor: float, own: Tensor) -> Tensor:
-    """RoPE's frequencies ``own`` (d / 2,) with ``factor`` times their base."""
-    return with_base(factor * base_of(own), own)

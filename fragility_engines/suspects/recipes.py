@@ -22,8 +22,8 @@ DTYPE = "the dtype that the engine was started with"
 PLAIN = ("bf16", "fp16")
 RUN = {
     "kv-fp8": CACHE, "kv-int8": CACHE, "fp8-dynamic": WEIGHTS, "fp8-block": WEIGHTS, "fp8-tensor": WEIGHTS,
-    "fp8-w": WEIGHTS, "w8a8-int8": WEIGHTS, "w8a16-channel": WEIGHTS, "w4a16-g128": WEIGHTS, "mxfp4-w": WEIGHTS,
-    "ggml-q8_0": WEIGHTS, "ggml-q4_0": WEIGHTS,
+    "fp8-w": WEIGHTS, "fp8-tensor-w": WEIGHTS, "w8a8-int8": WEIGHTS, "w8a16-channel": WEIGHTS, "w4a16-g128": WEIGHTS,
+    "mxfp4-w": WEIGHTS, "ggml-q8_0": WEIGHTS, "ggml-q4_0": WEIGHTS,
 }  # fmt: skip
 COPY = 4 * 1.5  # bytes for each weight of a model that is quantized beside it
 

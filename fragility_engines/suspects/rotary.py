@@ -95,6 +95,19 @@ def scalings(model: PreTrainedModel) -> Iterator[Suspect]:
                 f"RoPE scaling {scaled}{where} without its factor of attention", "attention_factor of rope_scaling",
                 assigning([(each.module, name, 1.0)]),
             )  # fmt: skip
+        if scaled in FACTORS:
+            for other in (factor / 2, 2 * factor):
+                name = f"RoPE scaling {scaled}{where} by {other:g} in place of {factor:g}"
+                yield Suspect(name, LOOK, assigning(each.values(scaled, factor=other)))
+        if factor > 1 and (base := own.get("rope_theta")):
+            power = len(each.own) / (len(each.own) - 1)
+            name = f"RoPE scaling by the base alone (NTK){where} in place of {scaled}"
+            yield Suspect(name, LOOK, assigning(each.values("default", rope_theta=base * factor**power)))
+        longest = each.module.config.max_position_embeddings
+        if scaled in ("yarn", "llama3") and whole != longest:
+            name = f"RoPE scaling {scaled}{where} as if trained up to position {longest}, not {whole}"
+            look = "original_max_position_embeddings of rope_scaling, which max_position_embeddings does not replace"
+            yield Suspect(name, look, assigning(each.values(scaled, original_max_position_embeddings=longest)))
         for other in ("linear", *FACTORS):
             if other != scaled and factor > 1:
                 yield suspect_of(each, f"RoPE scaling {other}{where} in place of {scaled}", other, factor, whole)
@@ -116,16 +129,16 @@ def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
     found = frequencies(model)
     if not found:
         return
-    bases = sorted({base_of(getattr(*each)) for each in found})
+    own_bases = bases_of(model)
+    bases = sorted({*own_bases})
     where = f"in place of {bases[0]:g}" if len(bases) == 1 else "in all layers"
     yield from scalings(model)
     others = {1e4, 1e5, 5e5, 1e6} | {bases[0] * factor for factor in (0.1, 0.2, 0.5, 2, 5, 10) if len(bases) == 1}
     for base in sorted(others - {*bases} if len(bases) == 1 else others):
         if base > 100:
-            yield Suspect(
-                f"RoPE base {base:g} {where}", "rope_theta of the engine's configuration",
-                change(found, partial(with_base, base)),
-            )  # fmt: skip
+            values = [(*each, rebased(base / before, getattr(*each))) for each, before in zip(found, own_bases)]
+            name = f"RoPE base {base:g} {where}"
+            yield Suspect(name, "rope_theta of the engine's configuration", assigning(values))
     for factor in (2.0, 8.0):
         yield Suspect(
             f"RoPE positions divided by {factor:g}", "rope_scaling of the engine's configuration",
@@ -164,6 +177,15 @@ def frequencies(model: PreTrainedModel) -> list[Setting]:
     ]
 
 
+def bases_of(model: PreTrainedModel) -> list[float]:
+    """The base of each of the ``frequencies`` of ``model``; of scaled ones only the configuration tells it."""
+    known = {
+        (id(each.module), f"{each.kind}_" * bool(each.kind) + "inv_freq"): each.parameters.get("rope_theta")
+        for each in rotaries(model)
+    }
+    return [float(known.get((id(one), name)) or base_of(getattr(one, name))) for one, name in frequencies(model)]
+
+
 def base_of(x: Tensor) -> float:
     """The base of the frequencies ``x`` (d / 2,), each its power -2 i / d; three significant digits."""
     return float(f"{float(x[0] / x[1]) ** len(x):.3g}")
@@ -174,10 +196,9 @@ def divided(factor: float, x: Tensor) -> Tensor:
     return x / factor
 
 
-def with_base(base: float, x: Tensor) -> Tensor:
-    """The frequencies ``x`` (d / 2,) with another ``base``, and the scaling that they have."""
-    steps = torch.arange(len(x), device=x.device) / len(x)
-    return x * (base / base_of(x)) ** -steps
+def rebased(factor: float, x: Tensor) -> Tensor:
+    """The frequencies ``x`` (d / 2,) with ``factor`` times their base, and the scaling that they have."""
+    return x * factor ** -(torch.arange(len(x), device=x.device) / len(x))
 
 
 def faster(x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ ALL = " of all blocks"
 CODE = "the engine's code of this model"
 RANKS = 2, 4, 8  # that share a layer
 ACTIVATIONS = {"silu": "SiLU", "gelu": "GELU", "gelu_pytorch_tanh": "GELU by tanh", "relu": "ReLU"}
+ACTIVATIONS["quick_gelu"] = "GELU by a sigmoid (quick_gelu)"
 Values = list[tuple[Any, str, Any]]  # modules, names of parameters, and other values
 
 

@@ -206,6 +206,7 @@ TORCHAO = {
         granularity=[typed("PerBlock", block_size=[1, 128]), typed("PerBlock", block_size=[128, 128])],
     ),
     "fp8-w": typed("Float8WeightOnlyConfig", 2, weight_dtype=FP8, granularity=BY_ROW),
+    "fp8-tensor-w": typed("Float8WeightOnlyConfig", 2, weight_dtype=FP8, granularity=BY_TENSOR),
     "mxfp4": typed(
         "MXDynamicActivationMXWeightConfig", block_size=32, activation_dtype=FP4, weight_dtype=FP4, scaling_mode=FLOOR
     ),

@@ -14,7 +14,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 from fragility_engines.comparison.signs import begins, begins_with, described, patterns
-from fragility_engines.comparison.slopes import Slope, slope
+from fragility_engines.comparison.slopes import Directions, Slope, slope
 from fragility_engines.comparison.verdict import judge
 from fragility_engines.proving.ground import Ground, given
 from fragility_engines.proving.variations import Variation, narrow, native
@@ -312,3 +312,19 @@ def test_a_token_is_told_only_if_it_is_so_in_every_sequence_that_has_it(sequence
     gap = replace(gap, tokens=tokens.assign(change=tokens.change.where(~wrong, 20 * tokens.rounding)))
     assert begins_with(gap) == (TOKEN if sequences > 1 else None)
     assert sequences > 1 or begins(gap) == 0
+
+
+def test_the_blocks_of_the_likeliest_places_are_tried_one_after_the_other():
+    """Where what is wrong in one block is most like another block left out, that one's own mistakes explain less."""
+    model = model_of("qwen2", 4)
+    shares = {"3.self_attn": 0.8, "3.mlp": 0.3, "1.self_attn": 0.5, "2.mlp": 0.4, "0.mlp": 0.1}
+    found = [
+        Slope(Suspect(f"something in model.layers.{name}", "", place=True), 1.0, 0.1, share, 6)
+        for name, share in shares.items()
+    ]
+    directed = Directions(model, [])
+    for rank, block in enumerate((3, 1, 2, 0)):
+        names = [suspect.name for suspect in directed.around(found, rank)]
+        assert f"no biases of q_proj and k_proj and v_proj in self_attn in model.layers.{block}" in names
+        assert all(f"model.layers.{block}" in name for name in names)
+    assert directed.around(found, 4) == [] == directed.around([])

@@ -427,6 +427,29 @@ def test_a_slope_and_its_error_are_those_of_white():
     assert square**0.5 == pytest.approx(np.std(others), rel=0.25)
 
 
+def test_log_probabilities_of_drawn_tokens_are_told_from_those_of_the_text(model, native):
+    """Of eight logs of drawn tokens each is told; of the text's own, in bf16, heated or of other weights, none is."""
+
+    def drawn(seed):
+        choice = torch.Generator().manual_seed(seed)
+
+        def score(window):
+            values = logits(model, window).log_softmax(-1)[:-1]
+            return values.gather(-1, torch.multinomial(values.exp(), 1, generator=choice))[:, 0].double()
+
+        return score
+
+    def told(log):
+        return patterns(measure(model, log, "bf16", probes=1))["drawn"]
+
+    with torch.no_grad():
+        assert all(told(engine(drawn(seed))) for seed in range(8))
+    others = [engine(lambda window, heat=heat: logprobs(model, window, heat)) for heat in (0.5, 2.0)]
+    assert not any(map(told, [native, *others]))
+    (text,) = described({**patterns(measure(model, native, "bf16", probes=1)), "drawn": True})
+    assert "tokens that the engine drew, not of the text's" in text
+
+
 def test_patterns_tell_kinds_of_excess_apart():
     gap = made([1.0] * 4, [1.0] * 4)
     early, late, few = (gap.tokens.copy() for _ in range(3))

@@ -110,6 +110,43 @@ def test_a_setting_is_changed_as_another_configuration_changes_it(name, entries)
     )
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("RoPE base 25000 in place of 50000", {"rope_theta": 2.5e4}),
+        ("RoPE scaling yarn by 2 in place of 4", {"factor": 2.0}),
+        ("RoPE scaling yarn as if trained up to position 64, not 16", {"original_max_position_embeddings": 64}),
+        (
+            "RoPE scaling by the base alone (NTK) in place of yarn",
+            {"rope_type": "default", "rope_theta": 5e4 * 4 ** (8 / 7)},
+        ),
+    ],
+)
+def test_a_scaled_rope_is_changed_as_another_configuration_changes_it(name, entries):
+    """Its frequencies do not show its base, which the configuration tells."""
+    weights = random_model(LLAMA).state_dict()
+
+    def made(parameters):
+        config = LlamaConfig(**(LLAMA.to_dict() | {"rope_parameters": parameters}))
+        other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        other.load_state_dict(weights)
+        return other
+
+    model = made(YARN)
+    (suspect,) = (each for each in suspects(model, int(WINDOW[0])) if each.name == name)
+    if "base" in name and "NTK" not in name:  # where yarn blends frequencies depends on the base, too: it stays here
+        own = model.model.rotary_emb.inv_freq
+        with suspect.change(model):
+            expected = own * 0.5 ** -(torch.arange(8) / 8)
+            torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected)
+        return
+    found = score(model, WINDOW, suspect)
+    torch.testing.assert_close(found, logprobs(made(YARN | entries), WINDOW), rtol=1e-4, atol=1e-4)
+
+
 def test_a_second_beginning_is_scored_as_a_longer_text():
     model = random_model(LLAMA)
     suspect = next(each for each in suspects(model, 0, 0) if each.name == "a second BOS token")

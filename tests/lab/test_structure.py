@@ -14,7 +14,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1410,
     "fragility_core": 3465,
-    "fragility_quantization": 1719,
+    "fragility_quantization": 1720,
     "fragility_exports": 411,
     "fragility_offload": 522,
     "fragility_adjoint": 5000,
@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 11850,
     "fragility_explorer": 1766,
     "fragility_lessons": 3660,
-    "fragility_engines": 6434,
+    "fragility_engines": 6480,
     "fragility_peers": 870,
     "fragility_pretraining": 400,
 }
