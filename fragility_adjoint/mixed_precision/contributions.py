@@ -97,6 +97,9 @@ class Contributions:
             if not len(kernels):  # a lookup: the cast rounds the weights again, by far less than a scheme
                 return inside if path in self._schemed else np.zeros_like(inside)
             inside[self._places_of_cast(path, kernels)] = False
+        if path in self._heads and len(kernels):  # what a model does with fp32 logits, such as to cap them, is in fp32
+            around = self._modules.isin(["", *lineage(path)[:-1]]).to_numpy()
+            inside[kernels[-1] :] |= (around & self._kernels)[kernels[-1] :]
         return inside
 
     @cached_property

@@ -8,7 +8,7 @@ import torch
 from families import OLDER
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3nTextConfig, GPT2Config, LlamaConfig, MixtralConfig
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.errors import predict as errors_of
@@ -255,6 +255,19 @@ def test_a_kept_head_is_not_quantized():
     assert torch.equal(low.model.lm_head.weight, model.lm_head.weight)
     found = planned(model, plan)
     assert not [place for place in found.index[found > 0] if place[0] == "lm_head" and place[1] != "linear"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "w8a8-int8"])
+def test_a_kept_head_keeps_what_is_done_with_its_logits(name):
+    """Gemma 2 caps them: they are fp32 when they come, and stay so."""
+    model = random_model(Gemma2Config(**SIZES, **HEADS, head_dim=8, final_logit_softcapping=30.0))
+    prediction = Adjoint(lower(model, name), model, target="kl", gradients="low")(WINDOW)
+    known = Contributions(model, prediction)
+    plan = known.keep(sites=["head"])
+    gone = known.structure.places[known.vanishing(plan)]
+    assert [*gone.name[gone.module == ""]] == ["div", "tanh", "mul"]
+    left = squares(Adjoint(apply(model, plan), model, target="kl", gradients="low")(WINDOW))
+    assert not [place for place in left.index[left > 0] if place[0] in ("", "lm_head")]
 
 
 @pytest.mark.parametrize(("recipe", "places"), [("bf16", 0), ("ggml-q8_0@bf16", 1)])

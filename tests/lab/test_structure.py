@@ -17,7 +17,7 @@ BUDGETS = {  # lines
     "fragility_quantization": 1720,
     "fragility_exports": 411,
     "fragility_offload": 522,
-    "fragility_adjoint": 5000,
+    "fragility_adjoint": 5003,
     "fragility_gguf": 500,
     "fragility_lab": 11850,
     "fragility_explorer": 1766,
