@@ -37,8 +37,12 @@ def fill_buffers(model: Any, device_of: Callable[[str], torch.device]) -> None:
         model.get_submodule(owner).register_buffer(name, empty, persistent=False)
     for owner in {owner for owner, *_ in unsaved}:
         steps = owner.split(".") if owner else []
-        above = (model.get_submodule(".".join(steps[:depth])) for depth in range(len(steps), -1, -1))
-        next(m for m in above if hasattr(m, "_init_weights"))._init_weights(model.get_submodule(owner))
+        above = [model.get_submodule(".".join(steps[:depth])) for depth in range(len(steps), -1, -1)]
+        fill = next(m for m in above if hasattr(m, "_init_weights"))._init_weights
+        for module in above:  # Falcon H1's model fills those of its blocks
+            fill(module)
+            if not any(x.isnan().any() for x in above[0].buffers(recurse=False)):
+                break
     for owner, dot, name, _ in unsaved:
         if getattr(model.get_submodule(owner), name).isnan().any():
             raise ValueError(

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    FalconH1Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -27,6 +28,7 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MixtralConfig,
+    OpenAIGPTConfig,
     Qwen2MoeConfig,
     Qwen3Config,
 )
@@ -114,6 +116,10 @@ SHARING = Gemma3nTextConfig(
     layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16, bos_token_id=0, eos_token_id=0,
     pad_token_id=0, max_position_embeddings=64, **SIZES_OF_SHARING,
 )  # fmt: skip
+FALCON_H1 = FalconH1Config(
+    num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8,
+    ssm_multipliers=[1.0, 2.0, 0.5, 3.0, 0.7], **BASE,
+)  # fmt: skip
 OTHERS = [  # several kinds of experts, a state space
     BloomConfig(n_layer=2, hidden_size=32, n_head=4, vocab_size=101),
     Gemma3TextConfig(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, **BASE),
@@ -122,6 +128,8 @@ OTHERS = [  # several kinds of experts, a state space
     Qwen2MoeConfig(num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, **BASE),
     GptOssConfig(num_key_value_heads=2, head_dim=16, num_local_experts=4, **BASE),
     SHARING,  # keys and values of earlier layers
+    OpenAIGPTConfig(n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=101),  # an activation for all blocks
+    FALCON_H1,  # a buffer of each block that the model fills
 ]
 
 
