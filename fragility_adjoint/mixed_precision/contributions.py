@@ -40,7 +40,8 @@ class Contributions:
         prediction is not finite are left out. Raises ValueError if no window is left, for a model without the modules
         of the prediction, and for one that is not in fp32.
         """
-        modules, dtypes = dict(model.named_modules()), {p.dtype for p in model.parameters() if p.is_floating_point()}
+        modules = dict(model.named_modules(remove_duplicate=False))  # that of several owners by each of its paths
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if missing := sorted(prediction.ran - modules.keys()):
             raise ValueError(f"a plan needs the model of the prediction, got one without {', '.join(missing[:3])}")
         if dtypes != {torch.float32}:

@@ -1,5 +1,6 @@
 """The estimator: predicted forward error of low-precision passes, and what every rounding contributes to it."""
 
+import copy
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -127,6 +128,7 @@ class Adjoint:
     def _follow_modules(self) -> None:
         """Let the recorder know which module's forward is running, and mark the residual stream."""
         recorder = self.recorder
+        unshare(self.model)
         for path, module in self.model.named_modules():
             module.register_forward_pre_hook(lambda module, args, path=path: recorder.enter(path))
             module.register_forward_hook(lambda module, args, output: recorder.leave())
@@ -297,6 +299,16 @@ class AsRead(torch.autograd.Function):
     def forward(ctx, start: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(*weights)
         return start.clone()
+
+
+def unshare(model: nn.Module) -> None:
+    """Give each owner of a module without tensors one of its own: all blocks of GPT-1 share an activation."""
+    seen = set()
+    for path, module in [*model.named_modules(remove_duplicate=False)]:
+        if module in seen and not [*module.parameters(), *module.buffers()]:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, copy.deepcopy(module))
+        seen.add(module)
 
 
 def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

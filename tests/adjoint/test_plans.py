@@ -8,7 +8,15 @@ import torch
 from families import OLDER
 from tiny import TINY, random_gpt2, random_model, random_tokens
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3nTextConfig, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    OpenAIGPTConfig,
+)
 
 from fragility_adjoint.mixed_precision import Contributions, Plan, apply
 from fragility_adjoint.mixed_precision.errors import predict as errors_of
@@ -255,6 +263,15 @@ def test_a_kept_head_is_not_quantized():
     assert torch.equal(low.model.lm_head.weight, model.lm_head.weight)
     found = planned(model, plan)
     assert not [place for place in found.index[found > 0] if place[0] == "lm_head" and place[1] != "linear"]
+
+
+def test_an_activation_that_all_blocks_share_counts_in_each():
+    model = random_model(OpenAIGPTConfig(n_layer=2, n_embd=32, n_head=4, n_positions=64, vocab_size=101))
+    assert model.transformer.h[0].mlp.act is model.transformer.h[1].mlp.act
+    errors = errors_of(model, WINDOW, "bf16")
+    found = errors.by("layer", "module")
+    assert [*found.layer[found.module.str.endswith("mlp.act")].sort_values()] == [0, 1]
+    errors.plan("1 block").apply()
 
 
 @pytest.mark.parametrize("name", ["bf16", "w8a8-int8"])
