@@ -16,9 +16,9 @@ from fragility_lab.inputs.names import Wanted, local, shortened
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 NUMBERS = ("F64", "F32", "F16", "BF16")  # the dtypes that need no scale
-# Buffers that older versions of transformers stored beside the weights; no weights have such names.
+# Buffers beside the weights: those of older versions of transformers, and the experts by token of DeepSeek V4.
 BUFFERS = re.compile(
-    r"(.*\.)?((attn|attention|self_attn)\.(masked_)?bias|.*inv_freq|position_ids|causal_mask|num_batches_tracked)"
+    r"(.*\.)?((attn|attention|self_attn)\.(masked_)?bias|.*inv_freq|position_ids|causal_mask|num_batches_tracked|tid2eid)"
 )
 # Tensors by which a library says what stored numbers mean.
 SCALES = re.compile(

@@ -10,6 +10,8 @@ import pytest
 import torch
 from bad_inputs import DAMAGES, _copied
 from safetensors.torch import load_file, save_file
+from test_further_families import small
+from tiny import random_model
 from transformers import AutoModelForCausalLM
 
 from fragility_lab.diagnosis import __main__ as make_diagnose
@@ -90,6 +92,16 @@ def test_masks_of_older_versions_are_no_weights(dtype, tmp_path):
     assert torch.equal(load_model(str(copy), "cpu", AutoModelForCausalLM)(tokens).logits, wanted)
     assert torch.equal(load_offloaded(str(copy), "cpu")(tokens).logits, wanted)
     assert stored_dtypes(str(copy)) == "F32"
+
+
+def test_experts_by_token_are_no_packed_weights(tmp_path):
+    """DeepSeek V4 has a table of integers that says which experts a token gets."""
+    model = random_model(small("deepseek_v4"))
+    model.save_pretrained(tmp_path)
+    assert any(x.dtype == torch.int64 for x in load_file(tmp_path / "model.safetensors").values())
+    tokens = torch.arange(1, 9)[None]
+    logits = [load(str(tmp_path), "cpu", AutoModelForCausalLM)(tokens).logits for load in (load_model, load_offloaded)]
+    assert torch.equal(*logits) and torch.allclose(logits[0], model(tokens).logits, atol=1e-3)
 
 
 def test_both_forms_read_the_same_files(tmp_path):
