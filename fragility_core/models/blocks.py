@@ -269,16 +269,17 @@ class _Reading:
             m for m in self.outside
             if not list(m.parameters()) and any(reads(self.calls[m], self.calls[i].output) for i in ins)
         ]  # fmt: skip
-        self.require(found, "an activation between the MLP's linear layers")
+        self.require(found and len(ins) < 3, "an activation between the linear layers of one MLP, and no router")
         activated = self.calls[found[0]].output
         if len(ins) == 1 and reads(self.calls[out], activated):
             return found[0], None
         halves = [Projection((m,)) for m in ins]
         if len(ins) == 1:  # a projection to gate and up
             features = self.calls[ins[0]].output.shape[-1]
-            parts = slice(features // 2, features), slice(0, features // 2)
-            halves = [Projection((ins[0],), part) for part in parts]
-        ups = [p for p in halves if agree(self.calls[out].input, activated * p.of(self.calls[p.modules[0]].output))]
+            ends = slice(features // 2, features), slice(0, features // 2)
+            halves = [Projection((ins[0],), part) for part in ends]
+        parts = [(p, p.of(self.calls[p.modules[0]].output)) for p in halves]  # a router's result has another shape
+        ups = [p for p, y in parts if y.shape == activated.shape and agree(self.calls[out].input, activated * y)]
         self.require(ups, "an MLP out(activation(in)) or out(activation(gate) * up)")
         return found[0], ups[0]
 

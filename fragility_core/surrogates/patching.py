@@ -70,7 +70,10 @@ class Patching:
         """
         self.require_evaluating()
         with observing_attention(self.low.model), self._patching(len(tokens)), self.low.running():
-            hidden = final_hidden(self.low.model, tokens)
+            try:
+                hidden = final_hidden(self.low.model, tokens)
+            except RuntimeError:  # GPTBigCode gives its result the shape of its tokens
+                hidden = final_hidden(self.low.model, tokens.repeat(len(self.pairs) + 1, 1))
         return hidden.unflatten(0, (-1, len(tokens)))
 
     def require_evaluating(self) -> None:
@@ -85,6 +88,7 @@ class Patching:
             stack.callback(self._share_bits, 1)
             stack.callback(self.positions.clear)
             self._follow_positions(stack)
+            stack.callback(self.pairs[0][0].register_forward_pre_hook(partial(first_windows, windows)).remove)
             for block, reference in self.pairs:
                 stack.callback(block.register_forward_pre_hook(one_mask, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(self._entry(reference, windows), with_kwargs=True).remove)
@@ -143,6 +147,11 @@ class Patching:
     def _share_bits(self, variants: int) -> None:
         if self.low.emulation is not None and self.low.execution == "stochastic":
             self.low.emulation.copies = variants
+
+
+def first_windows(windows: int, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The call with the first ``windows`` alone: all variants begin as the base."""
+    return (args[0][:windows], *args[1:])
 
 
 def one_mask(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -27,6 +27,7 @@ from transformers import (
     GPTNeoConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -592,6 +593,10 @@ OUTSIDE = {
     "post-norm": (OPTConfig(**OPT, do_layer_norm_before=False), "between the block's input and the attention's"),
     "scaled residual": (GraniteConfig(**GROUPED, residual_multiplier=0.5), "a second norm that reads h"),
     "mixtral": (MixtralConfig(**GROUPED), "a LayerNorm or RMSNorm before the linear layers of an MLP"),
+    "llama 4": (  # which adds what its experts give to the result of an MLP, in place
+        Llama4TextConfig(**GROUPED, intermediate_size_mlp=96, num_local_experts=2),
+        "one MLP, and no router",
+    ),
     "own attention": (
         GPTNeoConfig(vocab_size=101, hidden_size=WIDTH, num_layers=1, attention_types=[[["global"], 1]], num_heads=4),
         "attention interface, got GPTNeoModel, which computes them on its own",

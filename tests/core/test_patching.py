@@ -10,6 +10,8 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    GPTBigCodeConfig,
+    GPTBigCodeModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -237,6 +239,28 @@ def test_positions_deeper_inside_a_model_are_those_of_the_fp32_block(family):
         with patch(low, model, block):
             each.append(apart())
     assert max(each) < whole and min(each) > 0.05 * whole
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("execution", ["native", "emulated", "stochastic"])
+def test_a_result_in_the_shape_of_the_tokens_has_its_variants(execution):
+    """GPTBigCode's; each variant is the pass with that block alone in fp32."""
+    torch.manual_seed(0)
+    config = GPTBigCodeConfig(n_layer=3, n_embd=32, n_head=4, n_positions=16, vocab_size=101)
+    model, tokens = GPTBigCodeModel(config).eval(), torch.arange(24).view(2, 12)
+    patching = Patching(model, lower(model, "bf16", "native" if execution == "native" else "emulated"))
+    patching = patching.stochastic(0) if execution == "stochastic" else patching
+    patched = patching(tokens)
+    exact = model(tokens).last_hidden_state
+    assert patched.shape == (4, 2, 12, 32) and (mismatch(patched, exact) > 0).all()
+    if execution == "stochastic":
+        return
+    with observing_attention(patching.low.model), patching.low.running():
+        alone = [patching.low.model(tokens).last_hidden_state]
+        for block in range(3):
+            with patching.only(block):
+                alone.append(patching.low.model(tokens).last_hidden_state)
+    torch.testing.assert_close(mismatch(patched, exact), mismatch(torch.stack(alone), exact), rtol=0.02, atol=0)
 
 
 # --- Effects -------------------------------------------------------------------------------------
