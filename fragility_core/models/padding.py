@@ -73,14 +73,14 @@ def as_windows(tokens: Any, model: PreTrainedModel) -> tuple[Tensor, Tensor | No
 
     ``tokens`` are a tensor (B, T) or (T,), lists of ids, or what a tokenizer returns, with its mask. Raises the errors
     of ``require_loaded`` and ``require_tokens``, TypeError for text and for what holds no ids, and ValueError for
-    several lengths without a mask.
+    several lengths without a mask, and for positions of several texts in one window.
     """
     require_loaded(model)
-    device, mask = next(model.parameters()).device, None
+    device, mask, positions = next(model.parameters()).device, None, None
     if hasattr(tokens, "keys"):
         if "input_ids" not in tokens:
             raise TypeError(f"windows must be token ids, input_ids of a tokenizer, got {', '.join(map(str, tokens))}")
-        mask, tokens = tokens.get("attention_mask"), tokens["input_ids"]
+        mask, positions, tokens = tokens.get("attention_mask"), tokens.get("position_ids"), tokens["input_ids"]
     if isinstance(tokens, str) or (isinstance(tokens, Sequence) and any(isinstance(each, str) for each in tokens)):
         raise TypeError(f"windows must be token ids, got text, {tokens!r:.60}: give what its tokenizer returns")
     try:
@@ -99,6 +99,14 @@ def as_windows(tokens: Any, model: PreTrainedModel) -> tuple[Tensor, Tensor | No
     found = found.long()
     found, mask = (found[None], None if mask is None else mask[None]) if found.ndim == 1 else (found, mask)
     require_tokens(found, model)
+    if positions is not None:
+        require_positions(found, attention_mask=mask)
+        counted = torch.ones_like(found) if mask is None else (mask != 0).long()
+        if bool(((torch.as_tensor(positions, device=device) != counted.cumsum(1) - 1) & (counted == 1)).any()):
+            raise ValueError(
+                "the tokens of a window stand at the positions 0, 1, 2 and so on, got other position_ids: give each "
+                "text that was packed into a window one of its own, with padding and a mask"
+            )
     return found, mask
 
 

@@ -55,6 +55,19 @@ def test_windows_come_in_many_forms(tiny_gpt2, tiny_tokens, monkeypatch):
         Controller(copy.deepcopy(tiny_gpt2), "none").step({"input_ids": tiny_tokens[:1], "attention_mask": mask[:1]})
 
 
+def test_windows_of_several_texts_are_refused(tiny_gpt2, tiny_tokens):
+    """Collators that pack texts give positions in place of a mask."""
+    mask = torch.ones_like(tiny_tokens)
+    mask[:, :2] = 0
+    for padding in (None, mask):
+        counted = torch.ones_like(tiny_tokens) if padding is None else padding
+        own = {"input_ids": tiny_tokens, "attention_mask": padding, "position_ids": counted.cumsum(1) - 1}
+        assert as_windows(own, tiny_gpt2)[0].equal(tiny_tokens)
+        own["position_ids"][:, 5:] -= 3
+        with pytest.raises(ValueError, match="at the positions 0, 1, 2 and so on, got other position_ids"):
+            as_windows(own, tiny_gpt2)
+
+
 @pytest.mark.parametrize(
     ("tokens", "error", "line"),
     [

@@ -13,7 +13,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
     "fragility_numerics": 1410,
-    "fragility_core": 3474,
+    "fragility_core": 3482,
     "fragility_quantization": 1720,
     "fragility_exports": 411,
     "fragility_offload": 526,
