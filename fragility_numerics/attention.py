@@ -88,7 +88,7 @@ class Hiding:
         self.hidden = hidden
 
     def fill(self, scores: Tensor, number: float) -> None:
-        """Make hidden scores 0 first, and then, if so asked, the lowest number of their dtype."""
+        """Set the hidden ``scores`` to ``number``: to 0 in a first call, then to the lowest number of their dtype."""
         if internals.differentiated(scores) or getattr(current_function_mode(), "follows_changes", False):
             scores.masked_fill_(self.hidden, number)
             return

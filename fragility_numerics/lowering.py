@@ -84,8 +84,17 @@ def rounded_copy(model: nn.Module, storing: Mapping[str, Storing], buffers: Numb
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy of the tree of modules, for hooks, with the parameters and buffers of ``model`` itself."""
-    return copied_tree(model, {id(x): x for x in chain(model.parameters(), model.buffers())})
+    """A copy of the tree of modules, for hooks, with the parameters and buffers of ``model`` itself.
+
+    Each owner of a module without tensors has one of its own: all blocks of GPT-1 share an activation.
+    """
+    copied, seen = copied_tree(model, {id(x): x for x in chain(model.parameters(), model.buffers())}), set()
+    for path, module in [*copied.named_modules(remove_duplicate=False)]:
+        if module in seen and not [*module.parameters(), *module.buffers()]:
+            owner, _, name = path.rpartition(".")
+            setattr(copied.get_submodule(owner), name, copy.deepcopy(module))
+        seen.add(module)
+    return copied
 
 
 def copied_tree(model: nn.Module, known: Mapping[int, Any]) -> nn.Module:

@@ -1,6 +1,5 @@
 """The estimator: predicted forward error of low-precision passes, and what every rounding contributes to it."""
 
-import copy
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -99,8 +98,7 @@ class Adjoint:
         self.low, self.recipe, self.target = low, recipe, get_target(target)
         self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails
-        # of parameters that are rounded
-        self._dtype = torch.float32 if low.weights_only else self.recipe.kernels.compute_dtype
+        self._dtype = torch.float32 if low.weights_only else recipe.kernels.compute_dtype  # of rounded parameters
         rounds = self._dtype != torch.float32
         self.model: Any = sharing_copy(low.model)
         self.recorder, self.lock = ErrorRecorder(low.execution != "stochastic"), threading.Lock()
@@ -128,7 +126,6 @@ class Adjoint:
     def _follow_modules(self) -> None:
         """Let the recorder know which module's forward is running, and mark the residual stream."""
         recorder = self.recorder
-        unshare(self.model)
         for path, module in self.model.named_modules():
             module.register_forward_pre_hook(lambda module, args, path=path: recorder.enter(path))
             module.register_forward_hook(lambda module, args, output: recorder.leave())
@@ -220,9 +217,7 @@ class Adjoint:
         and its products with the probes.
         """
         signs: list[Tensor] = []  # the same ones at every point
-        for point in self.points:
-            found = self._passes_at(point, windows, signs)
-        return found
+        return [self._passes_at(point, windows, signs) for point in self.points][-1]
 
     def _passes_at(self, point: LowArithmetic, windows: Sequence[Window], signs: list[Tensor]) -> list[NormAndError]:
         both = len(self.points) > 1  # kernels then count at the fp32 point alone, weights by the mean of the two
@@ -301,21 +296,11 @@ class AsRead(torch.autograd.Function):
         return start.clone()
 
 
-def unshare(model: nn.Module) -> None:
-    """Give each owner of a module without tensors one of its own: all blocks of GPT-1 share an activation."""
-    seen = set()
-    for path, module in [*model.named_modules(remove_duplicate=False)]:
-        if module in seen and not [*module.parameters(), *module.buffers()]:
-            owner, _, name = path.rpartition(".")
-            setattr(model.get_submodule(owner), name, copy.deepcopy(module))
-        seen.add(module)
-
-
 def mark_block_input(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """A hook before the forward of ``block``: the tensor that the block receives is the residual stream.
 
-    The block gets tensors of its own, so that what all blocks share (rotary embeddings) first has its gradients added
-    up in each block. Streamed passes cannot but do so, and both forms are to give the same bits.
+    The block gets tensors of its own. So gradients of what all blocks share (rotary embeddings) are first added up in
+    each block, as in streamed passes, and both forms give the same bits.
     """
     with without_function_modes():
         args, kwargs = internals.entering(block, args, kwargs)

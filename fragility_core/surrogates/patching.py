@@ -70,11 +70,12 @@ class Patching:
         """
         self.require_evaluating()
         with observing_attention(self.low.model), self._patching(len(tokens)), self.low.running():
-            try:
-                hidden = final_hidden(self.low.model, tokens)
-            except RuntimeError:  # GPTBigCode gives its result the shape of its tokens
-                hidden = final_hidden(self.low.model, tokens.repeat(len(self.pairs) + 1, 1))
+            hidden = final_hidden(self.low.model, tokens.repeat(self._copies(), 1))
         return hidden.unflatten(0, (-1, len(tokens)))
+
+    def _copies(self) -> int:
+        """How often the tokens of a pass are given: once, but GPTBigCode gives its result the shape of its tokens."""
+        return len(self.pairs) + 1 if self.low.model.config.model_type == "gpt_bigcode" else 1
 
     def require_evaluating(self) -> None:
         """Raises ValueError for a model in training mode, where dropout would add to the error."""
@@ -150,7 +151,7 @@ class Patching:
 
 
 def first_windows(windows: int, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The call with the first ``windows`` alone: all variants begin as the base."""
+    """The call of the first block with ``windows`` alone, which all variants begin with."""
     return (args[0][:windows], *args[1:])
 
 

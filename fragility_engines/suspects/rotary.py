@@ -96,9 +96,9 @@ def scalings(model: PreTrainedModel) -> Iterator[Suspect]:
                 assigning([(each.module, name, 1.0)]),
             )  # fmt: skip
         if scaled in FACTORS:
-            for other in (factor / 2, 2 * factor):
-                name = f"RoPE scaling {scaled}{where} by {other:g} in place of {factor:g}"
-                yield Suspect(name, LOOK, assigning(each.values(scaled, factor=other)))
+            for by in (factor / 2, 2 * factor):
+                name = f"RoPE scaling {scaled}{where} by {by:g} in place of {factor:g}"
+                yield Suspect(name, LOOK, assigning(each.values(scaled, factor=by)))
         if factor > 1 and (base := own.get("rope_theta")):
             power = len(each.own) / (len(each.own) - 1)
             name = f"RoPE scaling by the base alone (NTK){where} in place of {scaled}"
