@@ -607,4 +607,5 @@ def test_what_holds_on_toys_and_on_real_models_is_counted_apart(committed):
     assert "{} of {} hold on toy models".format(*found["toy"]) in lead
     assert "{} of {} on real ones".format(*found["real"]) in lead
     tried = [label for cells in training for label in cells[0] if not label.startswith("not run")]
-    assert f"{sum(label.startswith('holds:') for label in tried)} of {len(tried)} hold." in lead
+    holding = sum(label.startswith("holds:") for label in tried)
+    assert f"{holding} of {len(tried)} hold{'s' * (holding == 1)}." in lead
