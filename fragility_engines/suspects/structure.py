@@ -201,12 +201,12 @@ def rearranged(layers: Sequence[Any], order: Tensor, model: nn.Module) -> Iterat
 
 
 def norms_inside(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, list[Any]]:
-    """The norms in ``blocks`` by name: each by itself, and those that one module holds, as of queries and keys."""
+    """The norms in ``blocks`` by name: each by itself, those that one module holds, and those behind branches."""
     by_name = inside(model, blocks, is_norm)
     groups = {name + ALL: modules for name, modules in by_name.items()}
     for path in dict.fromkeys(name.rpartition(".")[0] for name in by_name):
-        names = [name for name in by_name if name.rpartition(".")[0] == path]
-        if path and len(names) > 1:
+        names = [name for name in by_name if name.rpartition(".")[0] == path and (path or name.startswith("post_"))]
+        if len(names) > 1:
             groups[" and ".join(names) + ALL] = [module for name in names for module in by_name[name]]
     return groups
 

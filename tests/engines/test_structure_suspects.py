@@ -127,6 +127,21 @@ def test_a_fault_of_all_blocks_is_named(cause, depth):
     assert verdict.cause.suspect.name == cause and not verdict.partial, verdict.line
 
 
+def test_both_norms_behind_branches_left_out_are_one_suspect():
+    """As of an engine that runs a Gemma 2 or an OLMo 2 by the code of a Llama."""
+
+    def without(model):
+        for block in model.model.layers:
+            block.post_attention_layernorm = block.post_feedforward_layernorm = torch.nn.Identity()
+
+    def run(model, windows):
+        return by_window(partial(logprobs, narrow(model, without)), windows)
+
+    _, verdict = ground_of_model("olmo2", 2).judged(Variation("no norms", run))
+    name = "no post_attention_layernorm and post_feedforward_layernorm of all blocks"
+    assert verdict.cause is not None and verdict.cause.suspect.name == name and not verdict.partial, verdict.line
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
 def test_every_suspect_of_the_structure_changes_the_model_for_a_while(family):
     model = random_gpt2(TINY) if family == "gpt2" else model_of(family, 2)
