@@ -57,7 +57,7 @@ class Compared:
         if self.verdict.kind != "more" or not (self.verdict.cause is None or self.verdict.partial):
             return []
         found = patterns(self.gap)
-        return [*described(found), *([] if self.checkpoint or found["rows"] else [OTHER_WEIGHTS])]
+        return [*described(found), *([] if self.checkpoint or found["rows"] or found["drawn"] else [OTHER_WEIGHTS])]
 
 
 def numbers(gap: Gap) -> list[list[str]]:
