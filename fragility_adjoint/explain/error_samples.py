@@ -16,7 +16,7 @@ from fragility_adjoint.internals import mark_stored, stored_as
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters
-from fragility_adjoint.predictor.recorder import local_error, stochastic_error
+from fragility_adjoint.predictor.recorder import ALIKE, local_error, stochastic_error
 from fragility_core.models.paths import within
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.lowering import base_of
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 
 
 def with_random_signs(error: Tensor, generator: torch.Generator, alike: bool = False) -> Tensor:
-    """``error`` times a random sign for each entry, or if ``alike`` for each channel, the last dimension."""
-    shape = error.shape[-1:] if alike else error.shape
+    """``error`` (..., T, channels) times a random sign for each entry, or if ``alike`` one for all T positions."""
+    shape = torch.Size([*error.shape[:-2], 1, error.shape[-1]]) if alike and error.ndim > 1 else error.shape
     pairs = shape.numel() // 2 + 1  # of 32 bits, the first of which is the sign
     bits = torch.randint(-(2**62), 2**62, (pairs,), generator=generator, device=generator.device)
     signs = bits.to(error.device).view(torch.float32)[: shape.numel()].view(shape)
@@ -153,7 +153,7 @@ class SampledArithmetic(LowArithmetic):
         # What changed in place looks constant, as nothing here has a gradient.
         if (in_place or not constant) and (not self.base or within(self.recorder.path[-1], self.base)):
             numbers: Any = self.format if format is None else Sampled(format, self.rounding_by)
-            y.data.copy_(numbers.round(y.data, name == "operand", of_stored))
+            y.data.copy_(numbers.round(y.data, name in ALIKE, of_stored))
         return self._marked(y)
 
 

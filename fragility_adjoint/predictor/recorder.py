@@ -18,6 +18,7 @@ from fragility_numerics.formats import NumberFormat
 from fragility_numerics.nested import together
 
 LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
+ALIKE = {"operand", "key cache", "value cache"}  # places where a channel may be rounded alike at every position
 ErrorWeighting = Callable[..., Iterable[Tensor]]  # error times gradient (P, ...), in pieces
 
 
@@ -69,7 +70,7 @@ class ErrorRecorder:
     """
 
     def __init__(self, alike: bool = True):
-        self.alike = alike  # errors of a channel of inputs; those of stochastic rounding are not
+        self.alike = alike  # errors of a channel in ALIKE; those of stochastic rounding are not
         self.places: dict[Place, int] = {}
         self.numbered: list[Place] = []  # the same, in order
         self.ran: set[str] = set()  # paths of the modules that ran
@@ -175,9 +176,7 @@ class ErrorRecorder:
         errors.as_strided(view.shape, view.stride(), first).copy_(error)
         self.watch(place, whole, errors)
 
-    def watch_leaf(
-        self, place: int, leaf: Tensor, weighted: ErrorWeighting, kept: bool = False
-    ) -> None:  # fmt: skip
+    def watch_leaf(self, place: int, leaf: Tensor, weighted: ErrorWeighting, kept: bool = False) -> None:
         """The same as ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
 
         ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
@@ -231,8 +230,8 @@ class ErrorRecorder:
 
         It may come in pieces. Probes are those from the ``first`` on; the ``window`` is that which runs unless given.
 
-        An input of a linear layer often has a channel that is large, and so rounded alike, at every position. There the
-        products are first summed over positions, for each channel (the last dimension).
+        Inputs of linear layers, keys and values in a cache often have a channel that is large, and so rounded alike, at
+        every position. There the products are first summed over positions, the last dimension but one.
         """
         share = self.shares[self.numbered[place].kind]
         if not share:
@@ -249,8 +248,8 @@ class ErrorRecorder:
         if self.observer is not None:
             self.observer(place, weighted_error)
         own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
-        if self.alike and self.numbered[place].name == "operand":  # alike at all positions, see ``record``
-            own = own.unflatten(1, (-1, weighted_error.shape[-1])).sum(1)
+        if self.alike and self.numbered[place].name in ALIKE and weighted_error.ndim > 2:  # see ``record``
+            own = weighted_error.sum(-2).flatten(1)
         return torch.linalg.vector_norm(own, dim=1), own.sum(1)
 
     def record_extremes(self, place: int, stored: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import GPT2Config, Qwen2Config
 from transformers.activations import ACT2CLS, ACT2FN
 
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint, predict, windows
 from fragility_adjoint.predictor.blockwise import BlockwiseAttention
 from fragility_adjoint.predictor.recomputed import scaled_dot_product_attention, tabulate
@@ -206,6 +207,23 @@ def test_fp8_in_linear_layers_alone(embedded):
     operands = prediction.contributions.query("name == 'operand'")
     assert operands.c2.sum() > 0.8 * prediction.contributions.c2.sum()
     assert set(operands.site) == {"projection", "mlp"} and operands.place.nunique() == 4 * 12
+
+
+@pytest.mark.parametrize("bias", [0.0, 20.0])
+def test_values_that_are_alike_at_every_position_are_rounded_alike(bias):
+    """Attention does not average these errors of a cache away; as independent ones they would be 3.5 times too small."""
+    model = random_gpt2(GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=101))
+    generator = torch.Generator().manual_seed(1)
+    for block in model.transformer.h:
+        block.attn.c_attn.bias.data[128:] = bias * (1 + torch.rand(64, generator=generator))
+    tokens, low = random_tokens(6, 48, vocabulary=101), lower(model, "kv-fp8")
+    estimator = Adjoint(low, model, probes=8)
+    exact = final_hidden(model, tokens)
+    measured = mismatch(low_hidden(low, tokens), exact).square().mean().item()
+    assert 0.7 < estimator(tokens).windows.predicted.pow(2).mean() / measured < 1.4
+    samples = ErrorSamples(estimator)
+    draws = [mismatch(samples.draw(lambda m: final_hidden(m, tokens)), exact).square().mean().item() for _ in range(8)]
+    assert 0.7 < np.mean(draws) / measured < 1.4
 
 
 def test_weights_alone(embedded):

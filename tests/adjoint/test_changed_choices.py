@@ -99,6 +99,9 @@ def test_errors_of_a_channel_keep_their_signs_relative_to_each_other():
     signs = (alike / error).sign()
     assert torch.equal(signs, signs[:, :1].expand_as(signs)) and signs[:, 0].mean(0).abs().max() < 0.3
     assert (apart / error).sign().mean(0).abs().max() < 0.4 and (apart / error).sign().std(1).min() > 0.5
+    keys = normal(1, 2, 40, 6)  # heads are rounded apart
+    signs = (with_random_signs(keys, generator, True) / keys).sign()
+    assert torch.equal(signs, signs[:, :, :1].expand_as(signs)) and not torch.equal(signs[0, 0, 0], signs[0, 1, 0])
 
 
 def test_errors_of_weights_move_an_output_as_in_fp64():
