@@ -211,7 +211,7 @@ def test_fp8_in_linear_layers_alone(embedded):
 
 @pytest.mark.parametrize("bias", [0.0, 20.0])
 def test_values_that_are_alike_at_every_position_are_rounded_alike(bias):
-    """Attention does not average these errors of a cache away; as independent ones they would be 3.5 times too small."""
+    """Attention does not average these errors of a cache away. As independent ones they were 3.5 times too small."""
     model = random_gpt2(GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, vocab_size=101))
     generator = torch.Generator().manual_seed(1)
     for block in model.transformer.h:
