@@ -225,7 +225,8 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     if name not in FORMATS | NARROW:
-        raise ValueError(f"a format must be one of {', '.join(FORMATS | NARROW)}, got {name!r}")
+        meant = f" (do you mean {alike}?)" if (alike := called_by_torch(str(name).lower())) in FORMATS else ""
+        raise ValueError(f"a format must be one of {', '.join(FORMATS | NARROW)}, got {name!r}{meant}")
     return (FORMATS | NARROW)[name]
 
 

@@ -278,8 +278,8 @@ def require_module(model: object) -> None:
     """Raises TypeError unless ``model`` is a module of torch, and for one that torch.ao quantized."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"a model is lowered, got a {type(model).__name__}, {model!r:.60}: load it first, with "
-            "AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32)"
+            f"a model is lowered, got a {type(model).__name__}, {' '.join(repr(model).split()):.60}: load it first, "
+            "with AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32)"
         )
     if packed := [path for path, each in model.named_modules() if type(each).__module__.startswith("torch.ao.")]:
         raise TypeError(f"a model is lowered from fp32, got {packed[0]} quantized by torch.ao: load the original")
@@ -326,7 +326,7 @@ def lower(
         )
     require_weights_in_place(model)
     if execution not in ("auto", "native", "emulated", "weights"):
-        raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r}')
+        raise ValueError(f'execution must be "auto", "native", "emulated" or "weights", got {execution!r:.40}')
     weights_only = execution == "weights"
     storing = how_stored(model, kernels, weights_only) if storing is None else storing
     if weights_only:

@@ -54,7 +54,7 @@ class Contributions:
             places = ", ".join(sorted(set(prediction.windows.overflow)))
             raise ValueError(
                 f"a plan needs a prediction that is finite for some window, but in {self.recipe.name} all overflow "
-                f"first in {places}: choose a format of wider range, such as bf16"
+                f"first in {places}: choose a format of wider range than that, or mend a model with NaN"
             )
         self.windows = finite.reset_index(drop=True)
         places = self.rows[["place", *COLUMNS]].drop_duplicates("place").sort_values("place")

@@ -113,6 +113,8 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     Static scales are measured over the tokens, which then must be given. Raises ValueError for an unknown module, for
     one that does not run or is not in force, for a residual stream or scores that cannot be kept, and in training mode.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"a Plan is applied, got {plan!r:.60}: predict(...).plan(...) has an apply() of its own")
     if model.training:
         raise ValueError("a plan is checked in a pass of the model in eval mode, got training mode: call model.eval()")
     require_modules(model, plan.modules)

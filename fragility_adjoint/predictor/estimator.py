@@ -90,11 +90,9 @@ class Adjoint:
                 f'gradients={gradients!r} needs the fp32 reference, and rounding to nearest: use gradients="low"'
             )
         if gradients == "secant" and is_offloaded(low.model):
-            raise ValueError(
-                'gradients="secant" needs all values of both passes, but the model is streamed: load it whole'
-            )
-        if probes < 1:
-            raise ValueError(f"probes must be at least 1, got {probes}")
+            raise ValueError('gradients="secant" needs all values of both passes, got a streamed model: load it whole')
+        if not isinstance(probes, int | np.integer) or probes < 1:
+            raise ValueError(f"probes must be an integer of at least 1, got {probes!r}")
         self.low, self.recipe, self.target = low, recipe, get_target(target)
         self.probes, self.seed, self.secant = probes, seed, gradients == "secant"
         self.at_once = True  # whether all probes share one backward pass; until that fails

@@ -48,4 +48,6 @@ def get_policy(name: str, **parameters: float) -> Policy:
     needed = [each.name for each in fields(chosen) if each.default is MISSING and each.default_factory is MISSING]
     if lacking := [each for each in needed if each not in parameters]:
         raise TypeError(f"the policy {name!r} needs a value for {', '.join(lacking)}: give it by name")
+    if unknown := parameters.keys() - (known := [each.name for each in fields(chosen)]):
+        raise TypeError(f"the policy {name!r} has the parameters {', '.join(known)}, got {', '.join(sorted(unknown))}")
     return chosen(**parameters)

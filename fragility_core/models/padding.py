@@ -89,13 +89,14 @@ def as_windows(tokens: Any, model: PreTrainedModel) -> tuple[Tensor, Tensor | No
         if "Overflow" in str(cause):
             raise ValueError(f"tokens must fit 64 bits, got {tokens!r:.60}") from None
         raise ValueError(f"windows must have one length, or a mask for their padding ({cause})") from None
-    except (TypeError, RuntimeError) as cause:
+    except (TypeError, RuntimeError):
         if isinstance(tokens, Tensor):
             raise
-        raise TypeError(f"windows must be token ids, got a {type(tokens).__name__} ({cause})") from None
+        how = "give a tensor (B, T), lists of ids, or what a tokenizer returns; torch.stack joins several tensors"
+        raise TypeError(f"windows must be token ids, got a {type(tokens).__name__}: {how}") from None
     mask = None if mask is None else torch.as_tensor(mask, device=device)
     if found.dtype not in INTEGERS:
-        raise TypeError(f"windows must be token ids, got numbers of {found.dtype}")
+        raise TypeError(f"windows must be token ids, got numbers of {found.dtype}: take its integers, tokens.long()")
     found = found.long()
     found, mask = (found[None], None if mask is None else mask[None]) if found.ndim == 1 else (found, mask)
     require_tokens(found, model)
@@ -120,8 +121,8 @@ def require_model(model: object) -> None:
     """Raises TypeError unless ``model`` is one of transformers, and ValueError if it has an encoder and a decoder."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"a model of transformers is needed, got a {type(model).__name__}, {model!r:.60}: give what "
-            "from_pretrained returned (model._orig_mod of a compiled one, model.merge_and_unload() of adapters)"
+            f"a model of transformers is needed, got a {type(model).__name__}, {' '.join(repr(model).split()):.60}: "
+            "give what from_pretrained returned (model._orig_mod of a compiled one, merge_and_unload() of adapters)"
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"a decoder alone is needed, got {type(model).__name__}, which has an encoder, too")
@@ -148,7 +149,7 @@ def require_tokens(windows: Tensor, model: PreTrainedModel) -> None:
     """Raises ValueError unless ``windows`` (B, T) have tokens of the vocabulary of ``model`` and fit its context."""
     known, context = model.config.get_text_config(), context_length(model.config)
     if windows.ndim != 2 or not windows.numel():
-        raise ValueError(f"windows must be (B, T) and not empty, got shape {tuple(windows.shape)}")
+        raise ValueError(f"windows must be (B, T) and not empty, got shape {tuple(windows.shape)}: give ids")
     if windows.shape[1] > context:
         raise ValueError(f"windows must fit the model's context, {context} tokens, got {windows.shape[1]}")
     for token in (int(windows.min()), int(windows.max())):

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fragility_core.models.padding import without_padding
+from fragility_core.models.padding import require_tensor, without_padding
 from fragility_numerics.lowering import base_of
 
 BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its number, the branch
@@ -35,9 +35,8 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     what is no module, such as what ``lower`` returns.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"a module is needed, got a {type(model).__name__}: of what lower returns give its model, inside of running"
-        )
+        raise TypeError(f"a module is needed, got a {type(model).__name__}: of lower(...) give .model, when running")
+    require_tensor(tokens)
     if isinstance(model, PreTrainedModel):
         return base_of(model)(tokens, use_cache=False).last_hidden_state
     return model(tokens)

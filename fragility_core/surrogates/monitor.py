@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from fragility_core.models.blocks import Block, blocks
 from fragility_core.models.norms import Norm
-from fragility_core.models.padding import groups, require_tensor
+from fragility_core.models.padding import groups, require_tensor, require_tokens
 from fragility_core.models.paths import final_hidden, hidden_and_logits
 from fragility_core.surrogates import reductions
 from fragility_core.surrogates.observation import Observation, joined
@@ -227,8 +227,7 @@ class Monitor:
         model in training mode, and for tokens, a mask (``padding.spans``) or a reference of another shape.
         """
         require_tensor(tokens)
-        if tokens.ndim != 2 or not tokens.numel():
-            raise ValueError(f"windows must hold tokens (B, T), got shape {tuple(tokens.shape)}")
+        require_tokens(tokens, self.model)
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         if reference is not None and reference.shape[:-1] != tokens.shape:

@@ -31,7 +31,7 @@ def observe(
     """
     windows, mask = as_windows(tokens, model)
     low = lower(model, format, execution)
-    monitor = Monitor(low, power_iteration=estimator.transport == "power_iteration")
+    monitor = Monitor(low, power_iteration=getattr(estimator, "transport", None) == "power_iteration")
     step = max(1, BATCH // windows.shape[1])
     seen = []
     for first in range(0, len(windows), step):

@@ -26,7 +26,7 @@ class Shadow:
     def __init__(self, model: PreTrainedModel, low: LowPrecision, estimator: Estimator = Estimator()):
         """``low`` is ``model`` lowered, or a model with the same parameters. Raises the errors of ``Monitor``."""
         self.model, self.low, self.estimator = model, low, estimator
-        self.monitor = Monitor(low, power_iteration=estimator.transport == "power_iteration")
+        self.monitor = Monitor(low, power_iteration=getattr(estimator, "transport", None) == "power_iteration")
         self.blocks = [blocks(model), self.monitor.blocks]
         self.storing = [*how_stored(model, low.format, low.weights_only).values()]
 

@@ -752,8 +752,9 @@ def test_products_by_name():
 
 def test_errors(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "bf16")
-    with pytest.raises(ValueError, match="probes must be at least 1, got 0"):
-        Adjoint(low, probes=0)
+    for probes in (0, 2.5):
+        with pytest.raises(ValueError, match=f"probes must be an integer of at least 1, got {probes}"):
+            Adjoint(low, probes=probes)
     with pytest.raises(ValueError, match=r"with transformer.wte.weight of shape \(101, 32\), got no such parameter"):
         Adjoint(low, tiny_gpt2.transformer, gradients="low")
     deeper = random_gpt2(GPT2Config(**TINY.to_dict() | {"n_embd": 64}))

@@ -11,7 +11,7 @@ from tiny import TINY, random_gpt2, random_tokens
 from transformers import GPT2Config
 
 import fragility_adjoint
-from fragility_adjoint import Adjoint, Choices, Contributions, fused_layers, lower, predict, predictions
+from fragility_adjoint import Adjoint, Choices, Contributions, apply, fused_layers, lower, predict, predictions
 from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget
 from fragility_exports.libraries import compressed_tensors
 from fragility_exports.plan import from_json
@@ -234,3 +234,8 @@ def test_padding_and_seed_reach_all_schemes(known):
     assert plans[0].predicted == pytest.approx(plans[1].predicted, rel=1e-4)
     with pytest.raises(ValueError, match="static scales are measured over windows without padding"):
         predict(model, given, "fp8-static")
+
+
+def test_apply_takes_a_plan_and_no_words(known):
+    with pytest.raises(TypeError, match=r"a Plan is applied, got '2 blocks': predict.*has an apply\(\) of its own"):
+        apply(known[0], "2 blocks")

@@ -347,5 +347,5 @@ def test_secants_need_the_reference_and_rounding_to_nearest(tiny_tokens):
 def test_secants_of_a_streamed_model_are_refused(tmp_path):
     random_gpt2(TINY).save_pretrained(tmp_path)
     model = load_offloaded(str(tmp_path), "cpu")
-    with pytest.raises(ValueError, match="but the model is streamed: load it whole"):
+    with pytest.raises(ValueError, match="got a streamed model: load it whole"):
         Adjoint(lower(model, "bf16"), model, gradients="secant")

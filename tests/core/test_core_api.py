@@ -81,6 +81,7 @@ def test_windows_of_several_texts_are_refused(tiny_gpt2, tiny_tokens):
         (None, TypeError, "windows must be token ids, got a NoneType"),
         ([[10**30]], ValueError, "tokens must fit 64 bits"),
         ([{"ids": [1]}], TypeError, "windows must be token ids, got a list"),
+        ([torch.arange(2), torch.arange(2)], TypeError, "windows must be token ids, got a list: give a tensor (B, T)"),
         ({"ids": [[1, 2]]}, TypeError, "windows must be token ids, input_ids of a tokenizer, got ids"),
         (torch.ones(1, 2, dtype=torch.bool), TypeError, "windows must be token ids, got numbers of torch.bool"),
         (torch.ones(1, 2, dtype=torch.complex64), TypeError, "windows must be token ids, got numbers of torch.comp"),
@@ -102,7 +103,7 @@ def test_passes_that_take_tensors_say_so(tiny_gpt2, tiny_tokens):
     for given in ("text", tiny_tokens.tolist(), tiny_tokens.numpy(), BatchEncoding({"input_ids": tiny_tokens}), None):
         with pytest.raises(TypeError, match=f"a tensor .B, T. of token ids, got a {type(given).__name__}"):
             monitor(given)
-    with pytest.raises(TypeError, match="a module is needed, got a LowPrecision: of what lower returns give its model"):
+    with pytest.raises(TypeError, match="a module is needed, got a LowPrecision: of lower.* give .model"):
         final_hidden(monitor.low, tiny_tokens)
     for dtype in ("uint8", "uint16", "int32"):  # as files of tokens have them
         assert as_windows(np.ones((1, 3), dtype), tiny_gpt2)[0].dtype == torch.int64
@@ -344,3 +345,17 @@ def test_a_policy_without_its_parameter_says_which(tiny_gpt2):
     for name in ("eps_bump", "bgss_printed"):
         with pytest.raises(TypeError, match=f"the policy '{name}' needs a value for target_ratio.*: give it by name"):
             Controller(tiny_gpt2, name)
+    with pytest.raises(TypeError, match="the policy 'bgss' has the parameters base_epsilon, .*, got max_actions"):
+        Controller(tiny_gpt2, "bgss", max_actions=3)
+
+
+def test_names_in_place_of_estimators_and_wrapped_models_are_refused_in_one_line(tiny_gpt2, tiny_tokens):
+    with pytest.raises(TypeError, match=r'an estimator is given as Estimator\(layernorm="paper"\), got \'paper\''):
+        observe(tiny_gpt2, tiny_tokens, "fp16", "paper")
+    for run in (lambda model: observe(model, tiny_tokens), lambda model: lower(model, "bf16")):
+        with pytest.raises(TypeError, match=r"got a LowPrecision, LowPrecision\(model=GPT2.*from_pretrained"):
+            run(lower(tiny_gpt2, "bf16"))
+    with pytest.raises(TypeError, match="windows must be a tensor .B, T. of token ids, got a list"):
+        final_hidden(tiny_gpt2, tiny_tokens.tolist())
+    with pytest.raises(ValueError, match="tokens must be in the model's vocabulary, 0 to 100, got 101"):
+        Monitor(lower(tiny_gpt2, "bf16"))(torch.full((1, 3), 101))

@@ -285,6 +285,8 @@ def test_stochastic_rounding_passes_what_is_not_finite(format):
 def test_unknown_format_names_the_known_ones():
     with pytest.raises(ValueError, match="must be one of fp32, tf32, .*, fp4_e2m1, .*, got 'int9'"):
         get_format("int9")
+    with pytest.raises(ValueError, match=r"got 'float16' \(do you mean fp16\?\)"):
+        get_format("float16")
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta"])
