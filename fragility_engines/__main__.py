@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("make compare: an engine's log is compared, got none: give LOG=log.jsonl (docs/engines.md)")
     try:
         paths.require_folder_name(asked.results)
-        from fragility_engines.logs.sequences import read  # as all that takes a second to import: an interrupt may come
+        from fragility_engines.logs.sequences import read  # here: it takes a second, and may be interrupted
 
         for path in filter(None, (asked.log, asked.against)):
             read(path)

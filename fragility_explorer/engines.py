@@ -75,7 +75,7 @@ def x4() -> dict[str, Any]:
 
 
 def _near(rows: pd.DataFrame, quantities: Sequence[str] = (VALUES["kl"], VALUES["logprob"])) -> dict[str, Any]:
-    """How near predictions and emulations of each quantity are to the engines' own numbers."""
+    """The distance of predictions and emulations of each quantity from the engines' own numbers."""
     told = []
     for quantity in quantities:
         of = rows[rows.quantity == quantity]

@@ -110,7 +110,7 @@ class Form:
         self.enable()
 
     def notes(self) -> dict[str, str]:
-        """What the values mean together, by option."""
+        """The meaning of the values together, by option."""
         request = self.request
         if request is None:
             return {}

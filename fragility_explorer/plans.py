@@ -37,7 +37,7 @@ def x1_plans() -> dict[str, Any]:
 
 
 def kept(unit: str, count: int) -> str:
-    """What a plan of ``count`` of a ``unit`` keeps in fp32, in words."""
+    """The parts that a plan of ``count`` of a ``unit`` keeps in fp32, in words."""
     return f"{count} {COUNTS[unit]}{'s' * (count > 1)}" if count else "nothing"
 
 

@@ -173,7 +173,7 @@ def require_readable(file: Path, start: bytes) -> None:
 
 
 def flaws(header: Header) -> Iterator[str]:
-    """The things that a GGUF file must do, but the one of ``header`` does not, with words on what to do.
+    """The reasons why the GGUF file of ``header`` cannot be read: what it must do, what it does, and the mend.
 
     It must be one piece and hold a model, not a vocabulary, an adapter or the like. The conversion of its architecture
     must have been compared by a test.

@@ -196,7 +196,7 @@ def sharpness(margin: float, value_exponent: float, format: str, measure: str) -
 
 
 def sharpness_data() -> dict[str, Any]:
-    """What the formula in the browser needs for ``sharpness``."""
+    """The data of ``sharpness`` from which the browser computes."""
     rows, values = (drawing.base64_of(part.numpy()) for part in orthogonal())
     known = {"rows": rows, "values": values, "keys": KEYS, "width": WIDTH, "margins": MARGINS.tolist()}
     axes = {measure: drawing.panel(sharpness(2.0, 0.0, "bf16", measure)[0][0])[0]["y"] for measure in MEASURES}

@@ -118,7 +118,7 @@ UPDATED = 10.0 ** np.linspace(-6, 3, 91)  # variances
 
 
 def update_data() -> dict[str, Any]:
-    """What the formula in the browser needs for ``update``."""
+    """The data of ``update`` from which the browser computes."""
     return {"width": int(first_step().d_model.iloc[0]), "base": BASE, "variances": UPDATED.tolist()}
 
 
@@ -290,7 +290,7 @@ def course(rows: pd.DataFrame) -> dict[str, list]:
 
 
 def playground_data() -> dict[str, Any]:
-    """What the formula in the browser needs for ``playground``."""
+    """The data of ``playground`` from which the browser computes."""
     acted = {run: (released(run)[["step", "layer"]] + [1, 0]).to_numpy().tolist() for run in RUNS}
     shades = {"passed": PASSED, "failed": FAILED, "undecided": UNDECIDED}
     data: dict[str, Any] = {name: to_hex(shade) for name, shade in shades.items()}

@@ -220,7 +220,7 @@ def noise() -> Tensor:
 
 
 def score_rounding_data() -> dict[str, Any]:
-    """What the formula in the browser needs for ``score_rounding``."""
+    """The data of ``score_rounding`` from which the browser computes."""
     return {"noise": drawing.base64_of(noise().numpy()), "keys": KEYS, "formats": bits.described(LOW)}
 
 

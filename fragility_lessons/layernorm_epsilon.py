@@ -125,14 +125,14 @@ def rounding(variance_exponent: float, offset: float, epsilon_exponent: float, f
 
 
 def rounding_data(draws: int = DRAWS) -> dict[str, Any]:
-    """What the formula in the browser needs for ``rounding``."""
+    """The data of ``rounding`` from which the browser computes."""
     known = {"rows": drawing.base64_of(standardised(draws).numpy()), "features": FEATURES}
     known |= {"epsilons": EPSILONS.tolist(), "limits": SHOWN, "constants": A_LN}
     return known | {"formats": bits.described(FORMATS)}
 
 
 def looseness_data() -> dict[str, Any]:
-    """What the formula in the browser needs for ``looseness``."""
+    """The data of ``looseness`` from which the browser computes."""
     own = {"variance": VARIANCE, "normal": standard_normal(FEATURES).tolist(), "names": STEPS[1:]}
     return rounding_data(ROWS) | own
 

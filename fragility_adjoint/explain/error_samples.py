@@ -78,7 +78,7 @@ class ScaledErrors:
         return self._between(leaf, rounded.in_fp32(path))
 
     def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
-        """A share of the way; an overflow, and a mask of -inf, are there at every share but none."""
+        """``exact`` plus a share of the rounding error. An overflow, or a mask of -inf, is whole but at share 0."""
         if self.share == 0:
             return exact
         return torch.where(rounded.isfinite(), torch.lerp(exact, rounded, self.share), rounded)

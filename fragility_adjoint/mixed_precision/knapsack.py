@@ -60,7 +60,7 @@ class Knapsack:
         return self._needed(taken, lambda left: self.error(left) <= error and self.size(left) <= self.size(taken))
 
     def _needed(self, taken: np.ndarray, suffices: Callable[[np.ndarray], bool]) -> np.ndarray:
-        """``taken`` without decisions that are not needed: what is left ``suffices``."""
+        """The decisions of ``taken`` that are needed: one by one, others go as long as what is left ``suffices``."""
         one_each = {decision for members in self.alternatives for decision in members}
         for decision in reversed(np.flatnonzero(taken)):
             left = taken & (np.arange(len(taken)) != decision)

@@ -53,7 +53,7 @@ class LookedUp(NamedTuple):
 
 @dataclass
 class PassPosition:
-    """How far a differentiated pass over the window with this number has come."""
+    """The position of a differentiated pass over the window with this number."""
 
     window: int = 0
     path: list[str] = field(default_factory=lambda: [""])  # of the modules whose forward is running, outermost first

@@ -88,7 +88,7 @@ def replay(policy: Policy, layers: pd.DataFrame, windows: pd.DataFrame, seed: in
 
 @dataclass(frozen=True, kw_only=True)
 class Uncontrolled(Policy):
-    """No action at all."""
+    """A policy that never acts."""
 
     name = "none"
 

@@ -104,5 +104,5 @@ def unexplained(gap: Gap, suspect: Suspect, directed: Directions) -> float:
     along = directed(gap, suspect)
     known = np.isfinite(along)
     change, along = (gap.tokens.change - gap.tokens.emulated).to_numpy()[known], along[known]
-    sign = 1.0 if gap.of_engine else -1.0  # of two engines the reference may be the one
+    sign = 1.0 if gap.of_engine else -1.0  # -1: the reference of two engines does it
     return float(((change - sign * along) ** 2).sum() / (change**2).sum())

@@ -119,7 +119,7 @@ class Pair:
 
 
 class Yardstick:
-    """What a ``recipe`` does to a ``model``: predicted, and in an emulated pass."""
+    """The effect of a ``recipe`` on a ``model``: predicted, and in an emulated pass."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, probes: int, seed: int):
         self.model, self.device = model, next(model.parameters()).device

@@ -36,7 +36,7 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """Whether it is worth it, in words."""
+        """The answer, in words: is it worth it?"""
         if self.predicted > LITTLE:
             return "not worth it"
         return "worth it" if self.predicted < WORTH else "helps a little"

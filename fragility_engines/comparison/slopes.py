@@ -48,7 +48,7 @@ BEST = 3  # suspects that are then tested over all tokens
 
 @dataclass(frozen=True)
 class Slope:
-    """How much of a gap lies along the direction of one ``suspect``.
+    """The part of a gap that lies along the direction of one ``suspect``.
 
     ``size`` is 1 where the engine does what the suspect does, and 0 where it does not; an emulated pass, which has the
     same rounded weights, is subtracted. ``error`` is its standard error, from so many ``units``. ``share`` is the share
@@ -242,7 +242,7 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
 
 
 def beside_line(values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """What the columns of ``values`` (N, K) have beside their best lines in ``at`` (N,)."""
+    """The columns of ``values`` (N, K) less their best lines in ``at`` (N,)."""
     line = np.stack([np.ones(len(at)), at], 1)
     return values - line @ np.linalg.lstsq(line, values, rcond=None)[0]
 

@@ -187,7 +187,7 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     further: list[Slope] = []
     if gap.ratio[0] > MORE and any(hot(each) and each.share > each.needed for each in found):
         further = heated(gap, part, directed)
-        if judge(gap, further).cause is not None:  # beside it, what is linear in the temperature says no more
+        if judge(gap, further).cause is not None:  # the exact one replaces slopes along temperature
             found = [each for each in found if not hot(each)]
     if unexplained(gap, [*found, *further], SURE):
         further += slopes(gap, directed.packed(gap), directed)

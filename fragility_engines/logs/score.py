@@ -50,7 +50,7 @@ def windows_of(model: str, data: str, length: int, count: int, seed: int = 0) ->
 
 
 def identity(server: Server, window: Text) -> dict[str, object]:
-    """What a line of a log says of where it came from: an unfinished log goes on with the same alone."""
+    """The origin that a line of a log states: an unfinished log goes on with the same alone."""
     asked = {"top": server.top, "sent": [*window.tokens]}
     return {"engine": server.engine, "server": str(server.client), "model": server.name, **asked}
 

@@ -308,7 +308,7 @@ def of_line(text: str) -> list[Scored]:
 
 
 def told(error: Exception) -> str:
-    """What a parser's ``error`` says, without where, and without what Python could be set to."""
+    """The message of a parser's ``error``, without its position in the text or Python's advice on limits."""
     return (error.msg if isinstance(error, json.JSONDecodeError) else str(error)).partition(";")[0]
 
 

@@ -69,7 +69,7 @@ def detected(client: Client, engine: str = "", top: int = 5) -> Server:
 
 
 def answer(client: Client, path: str) -> dict[str, Any] | None:
-    """What ``client`` answers at ``path``; None if it does not know it."""
+    """The answer of ``client`` at ``path``; None if it does not know it."""
     try:
         return client.ask(path)
     except ServerError as error:

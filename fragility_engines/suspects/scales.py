@@ -32,7 +32,7 @@ class Scale:
     mend: str = MEND
 
     def at(self, factor: float) -> Suspect:
-        """The suspect that it is ``factor`` times its own."""
+        """The suspect that an engine has ``factor`` times this scale."""
         name = f"the scale of {self.name}, {factor:.3g} times its own"
         return Suspect(name, self.mend, partial(scaled, self.layers, factor - 1), slope=True)
 
@@ -60,7 +60,7 @@ def scales(model: PreTrainedModel) -> list[Scale]:
 
 
 def offset(layer: nn.Module) -> float:
-    """What a norm adds to its stored weight before it multiplies; 0 for other layers."""
+    """The number that a norm adds to its stored weight before it multiplies; 0 for other layers."""
     known = known_norm(layer)
     return 0.0 if known is None else known.offset
 

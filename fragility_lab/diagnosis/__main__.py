@@ -55,7 +55,7 @@ def require_possible(given: dict[str, Any]) -> None:
 
 
 def results_of(profile: str, given: Mapping[str, Any]) -> str:
-    """The folder of the results with options ``given``: another embedded checkpoint has one, as the profile does."""
+    """The folder of results of a ``profile`` with options ``given``; each embedded checkpoint has its own."""
     model = given.get("model", "")
     if profile == EMBEDDED and model in embedded_checkpoints():
         return model + CUSTOM * (len(given) > 1)

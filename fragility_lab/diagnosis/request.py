@@ -74,7 +74,7 @@ class Request(Options):
 
     @property
     def rounds_weights_alone(self) -> bool:
-        """True if computing is in fp32."""
+        """True if weights alone are rounded, and kernels compute in fp32."""
         return self.weights_only or bool(self.reference_model)
 
     @property

@@ -18,7 +18,7 @@ class Sentence:
 
     @classmethod
     def shipped(cls) -> "Sentence":
-        """That of SmolLM2, as it was computed once."""
+        """The sentence of SmolLM2, as it was computed once."""
         return cls(**json.loads(DATA.read_text("utf-8")))
 
     @property
