@@ -17,6 +17,7 @@ from torch import nn
 from fragility_core.models.paths import head_paths, within
 from fragility_exports.plan import Plan
 from fragility_numerics.formats import Format, of_dtype
+from fragility_quantization.ggml import GgmlType
 from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.recipes import Operands
 from fragility_quantization.schemes import Scheme
@@ -107,7 +108,8 @@ def missing_parts(plan: Plan, library: str) -> list[str]:
 
 def stores_cache(plan: Plan, library: str) -> bool:
     """True if the configuration of ``library`` says how the cache is stored: ModelOpt's, in up to 8 bits."""
-    return library == "ModelOpt" and plan.recipe.cache is not None and plan.recipe.cache.bits <= 8
+    cache = plan.recipe.cache
+    return library == "ModelOpt" and cache is not None and cache.bits <= 8 and not isinstance(cache, GgmlType)
 
 
 def differences(library: str, stored: Any, role: str, path: str) -> list[str]:

@@ -160,6 +160,7 @@ CACHES: dict[str, NumberFormat] = {
     "kv-int8": TOKEN_INT8,
     "kv-fp16": FORMATS["fp16"],
     "kv-q8_0": TYPES["q8_0"],
+    "kv-q4_0": TYPES["q4_0"],
 }  # fp8 with the scale 1, which engines start with
 RECIPES: dict[str, Recipe] = {
     **{name: Recipe(name, kernels) for name, kernels in (FORMATS | POWERS).items()},

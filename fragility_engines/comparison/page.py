@@ -65,7 +65,7 @@ def numbers(gap: Gap) -> list[list[str]]:
     observed, emulated = gap.divergences(), gap.divergences("emulated")
     both = gap.tokens.emulated.any()
     expected = number(gap.predicted, ".3g")
-    rows = [] if gap.fails else [["root mean square, predicted", expected, expected if both else "–"]]
+    rows = [] if gap.fails else [["root mean square, predicted", *(["–", expected] if both else [expected, "–"])]]
     for name, words in NAMES.items():
         write = percent if name == "clipped" else lambda value: number(value, ".3g")
         rows.append([words, write(observed[name]), write(emulated[name]) if both else "–"])

@@ -124,8 +124,11 @@ class Verdict:
 def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
     """The verdict on ``gap``, with the slopes ``found`` of suspects, those that explain most first.
 
-    A suspect that is certain makes a gap more than rounding, however small the gap is.
+    A suspect that is certain makes a gap more than rounding, however small the gap is. Raises ValueError for a gap that
+    is not finite.
     """
+    if not np.isfinite(gap.tokens.change).all():
+        raise ValueError("log-probabilities must be finite, got NaN or infinities: leave these tokens out")
     verdict = judged(gap, found)
     verdict = replace(verdict, unchanged=gap.unchanged if gap.unchanged < len(gap.known) else 0)
     return replace(verdict, emulated=gap.emulated_ratio[0]) if gap.fails else verdict

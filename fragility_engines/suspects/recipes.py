@@ -21,10 +21,10 @@ CACHE, WEIGHTS = "the dtype of the KV cache that the engine was started with", "
 DTYPE = "the dtype that the engine was started with"
 PLAIN = ("bf16", "fp16")
 RUN = {
-    "kv-fp8": CACHE, "kv-int8": CACHE, "fp8-dynamic": WEIGHTS, "fp8-block": WEIGHTS, "fp8-tensor": WEIGHTS,
-    "fp8-w": WEIGHTS, "fp8-tensor-w": WEIGHTS, "w8a8-int8": WEIGHTS, "w8a16-channel": WEIGHTS, "w4a16-g128": WEIGHTS,
-    "mxfp4-w": WEIGHTS, "ggml-q8_0": WEIGHTS, "ggml-q4_0": WEIGHTS,
-}  # fmt: skip
+    **dict.fromkeys(("kv-fp8", "kv-int8", "kv-q4_0"), CACHE),
+    **dict.fromkeys(("fp8-dynamic", "fp8-block", "fp8-tensor", "fp8-w", "fp8-tensor-w", "w8a8-int8"), WEIGHTS),
+    **dict.fromkeys(("w8a16-channel", "w4a16-g128", "mxfp4-w", "ggml-q8_0", "ggml-q4_0"), WEIGHTS),
+}
 COPY = 4 * 1.5  # bytes for each weight of a model that is quantized beside it
 
 
@@ -36,8 +36,7 @@ def recipes(model: PreTrainedModel, own: Recipe) -> list[Suspect]:
     free = free_memory(next(model.parameters()).device)
     if free is not None and free < COPY * sum(p.numel() for p in model.parameters()):
         return []
-    cached = takes_cache(model)
-    fitting = {name: look for name, look in RUN.items() if cached or look != CACHE}
+    fitting = {name: look for name, look in RUN.items() if look != CACHE or takes_cache(model, name)}
     finest = own.kernels.unit_roundoff if own.plain else 1.0
     # Finer kernels make no gap larger.
     fitting |= {name: DTYPE for name in PLAIN if get_recipe(name).kernels.unit_roundoff > finest}
@@ -48,12 +47,12 @@ def recipes(model: PreTrainedModel, own: Recipe) -> list[Suspect]:
 
 
 @torch.no_grad()
-def takes_cache(model: PreTrainedModel) -> bool:
-    """True if the own code of ``model`` reads keys and values from a cache that rounds them."""
+def takes_cache(model: PreTrainedModel, recipe: str) -> bool:
+    """True if the own code of ``model`` reads keys and values from a cache that rounds them as ``recipe`` says."""
     try:
-        with lowered("kv-fp8", model) as low:
+        with lowered(recipe, model) as low:
             logits(low, torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device))
-    except ValueError:  # raised for a decoder that takes none, and by those that want one of their own kind
+    except ValueError:  # raised for a decoder that takes none or one of its own kind, and for heads of other widths
         return False
     return True
 

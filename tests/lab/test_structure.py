@@ -14,15 +14,15 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1418,
     "fragility_core": 3484,
-    "fragility_quantization": 1720,
-    "fragility_exports": 411,
+    "fragility_quantization": 1721,
+    "fragility_exports": 413,
     "fragility_offload": 526,
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
     "fragility_lab": 11850,
     "fragility_explorer": 1766,
     "fragility_lessons": 3660,
-    "fragility_engines": 6480,
+    "fragility_engines": 6482,
     "fragility_peers": 870,
     "fragility_pretraining": 400,
 }
