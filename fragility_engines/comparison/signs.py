@@ -178,13 +178,14 @@ def begins_with(gap: Gap) -> int | None:
 
 
 def stands_at(gap: Gap) -> int | None:
-    """The token that has most of the square of ``gap`` where it is scored, and in most of these places; or None."""
+    """The token that has most of the square of ``gap`` where it is scored, in most of these places alone; or None."""
     squares = gap.tokens.change**2
     by = squares.groupby(gap.tokens.token)
     token = by.sum().idxmax()
     own = by.get_group(token)
-    loud = own.median() > LOUD**2 * MORE**2 * gap.predicted**2
-    return int(token) if loud and len(own) > 1 and own.sum() > squares.sum() / 2 else None
+    limit = LOUD**2 * MORE**2 * gap.predicted**2
+    alone = own.median() > limit > squares.drop(own.index).median()
+    return int(token) if alone and len(own) > 1 and own.sum() > squares.sum() / 2 else None
 
 
 def scale_of(gap: Gap) -> float:

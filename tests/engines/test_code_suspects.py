@@ -301,6 +301,15 @@ def test_a_token_whose_row_is_wrong_is_told(ground, name, sign):
     assert patterns(harmless)["read"] is patterns(harmless)["scored"] is None
 
 
+@pytest.mark.parametrize("elsewhere", [1, 30])
+def test_a_row_of_the_head_is_told_only_if_the_gap_is_rounding_elsewhere(elsewhere):
+    """Experts in each other's place change every token, and one of them most."""
+    gap = ground_of_model("qwen2", 2).gap
+    change = gap.tokens.rounding * np.where(gap.tokens.token == TOKEN, 900, elsewhere)
+    gap = replace(gap, tokens=gap.tokens.assign(change=change))
+    assert patterns(gap)["scored"] == (TOKEN if elsewhere == 1 else None)
+
+
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_a_token_is_told_only_if_it_is_so_in_every_sequence_that_has_it(sequences):
     """One sequence that goes wrong from some token on has no other to tell which of its tokens it was."""
