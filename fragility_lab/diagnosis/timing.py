@@ -12,8 +12,10 @@ from fragility_lab.diagnosis.request import Request
 from fragility_lab.diagnosis.sentence import MOST, SEARCHED, count_in
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.comparison import compare, observe
+from fragility_quantization.operands import linear_weights
 
 REPEATS = 3  # timed passes, of which the fastest counts: beside other work some take longer
+SAMPLE = 2**17  # entries of a weight whose rounding is timed
 MANY = 4  # windows for which a second estimate is timed: the first takes up to 1.4 times as long, as its memory is new
 
 
@@ -21,12 +23,14 @@ class Timing(NamedTuple):
     """Seconds of the work from which the steps of a diagnosis are made.
 
     ``making`` an estimator happens once. An ``estimate``, and a ``measurement`` that compares a pass with the one in
-    fp32, are for one window.
+    fp32, are for one window. ``rounding`` all weights by the other schemes of a choice may take longer than by the
+    first.
     """
 
     making: float
     estimate: float
     measurement: float
+    rounding: float = 0.0
 
     @classmethod
     def of(cls, request: Request, loaded: Inputs, tokens: Tensor, fits: bool) -> "Timing":
@@ -54,7 +58,8 @@ class Timing(NamedTuple):
             known(window)
         estimated = seconds(loaded.device)
         compare(observe(low.model, window, low), observe(loaded.model, window), window)
-        return cls(made - start, estimated - begun, seconds(loaded.device) - estimated)
+        measured = seconds(loaded.device) - estimated
+        return cls(made - start, estimated - begun, measured, slower(request, loaded.model) if request.mixes else 0.0)
 
     def by_step(self, request: Request, count: int) -> dict[str, float]:
         """The seconds of the steps of a diagnosis of ``count`` windows, by name.
@@ -67,7 +72,7 @@ class Timing(NamedTuple):
         return {
             "prediction": prediction,
             "measurement": 1.5 * passes,
-            "plan": schemes * prediction,
+            "plan": schemes * prediction + self.rounding,
             "plan measured": 0.93 * passes,
             "experts": 0.93 * passes,
             "tokens": passes * (2.6 + 1.55 * probes),
@@ -77,6 +82,19 @@ class Timing(NamedTuple):
             "sentence": min(1, (MOST + written) / request.length)
             * ((2 * written + min(SEARCHED, count)) * self.measurement + 2 * self.estimate),
         }
+
+
+def slower(request: Request, model: nn.Module) -> float:
+    """The seconds in which the other schemes of ``request`` round the weights of ``model``, less those of the first."""
+    weights = [*linear_weights(model).values()]
+    sample = max(weights, key=torch.numel).data.flatten(0, -2)
+    sample = sample[: max(1, SAMPLE // sample.shape[-1])]
+    taken = []
+    for stored in (recipe.linear.weights for recipe in request.schemes if recipe.linear.weights is not None):
+        start = seconds(sample.device)
+        stored.round(sample)
+        taken.append(seconds(sample.device) - start)
+    return sum(max(0.0, each - taken[0]) for each in taken[1:]) * sum(map(torch.numel, weights)) / sample.numel()
 
 
 def timed(model: nn.Module, tokens: Tensor, device: torch.device) -> float:

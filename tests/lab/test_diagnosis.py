@@ -52,6 +52,7 @@ from fragility_lab.measurement.growth import Growth
 from fragility_lab.paths import OUTPUTS
 from fragility_lab.reporting.tables import percent, quantity
 from fragility_numerics.internals import attention_of
+from fragility_quantization.ggml import GgmlType
 from fragility_quantization.operands import linear_weights
 from fragility_quantization.quantized import lower
 
@@ -179,6 +180,23 @@ def test_a_forecast_is_made_of_trials(monkeypatch):
         monkeypatch.setattr(module, *change)
         guess = diagnosis.forecast(ASKED, loaded, tokens).steps
         assert guess["measurement"] == pytest.approx(guess["prediction"] * 1.5 * 2 / (1 + 4 * ASKED.probes))
+
+
+def test_a_forecast_knows_which_types_take_long_to_round(monkeypatch):
+    """By a clock that runs while weights are rounded alone: q6_k takes 3 microseconds an entry, all others 1."""
+    loaded, _ = diagnosis.load(replace(ASKED, windows=2))
+    request, clock = replace(ASKED, windows=2, format="gguf-q4_k_m", budget="5 bits"), [0.0]
+
+    def round(self, x, *drawn):
+        clock[0] += 1e-6 * x.numel() * (3 if self.name == "q6_k" else 1)
+        return x
+
+    monkeypatch.setattr(timing, "seconds", lambda device: clock[0])
+    monkeypatch.setattr(GgmlType, "round", round)
+    weights = sum(p.numel() for p in linear_weights(loaded.model).values())
+    assert timing.slower(request, loaded.model) == pytest.approx(2e-6 * weights)
+    found = needs.Timing(making=1.0, estimate=2.0, measurement=3.0, rounding=7.0).by_step(request, 2)
+    assert found["plan"] == (len(request.schemes) - 1) * found["prediction"] + 7.0
 
 
 def live_peak(work):
