@@ -1,6 +1,5 @@
 """A controller of LayerNorm's epsilon for a training loop of one's own (Algorithm 1 (`alg:bgss`))."""
 
-from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +9,7 @@ from fragility_core.bgss import get_policy, policy_class
 from fragility_core.bgss.state import State, advance
 from fragility_core.models.blocks import blocks
 from fragility_core.models.padding import as_windows, require_model
+from fragility_core.models.paths import evaluating
 from fragility_core.surrogates.scoring import Estimator, Scores
 from fragility_core.surrogates.shadow import Shadow
 from fragility_numerics.formats import NumberFormat
@@ -60,10 +60,7 @@ class Controller:
             raise ValueError(f"a controller observes one window (1, T) a step, got {len(window)}")
         if mask is not None and not mask.all():
             raise ValueError("a controller observes a window without padding, got a mask with 0: leave padding away")
-        with ExitStack() as stack:
-            for module in self.model.modules():
-                stack.callback(setattr, module, "training", module.training)
-            self.model.eval()
+        with evaluating(self.model):
             scores = self.shadow.observe(window)
         signal = float(scores.windows.combined.iloc[0])
         actions = self.policy.decide(self.state, scores.layers, signal)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fragility_core.models.norms import Norm, known_norm
-from fragility_core.models.paths import attention_modules, block_paths, is_linear
+from fragility_core.models.paths import attention_modules, block_paths, evaluating, is_linear
 from fragility_numerics.lowering import base_of
 from fragility_numerics.nested import entering
 from fragility_numerics.presence import loaded
@@ -321,9 +321,7 @@ def one_token_pass(base: Any, found: list[nn.Module]) -> dict[nn.Module, dict[nn
 
             for module in block.modules():
                 stack.callback(module.register_forward_hook(record, with_kwargs=True).remove)
-        for module in base.modules():  # with dropout, sums would not add up
-            stack.callback(setattr, module, "training", module.training)
-        base.eval()
+        stack.enter_context(evaluating(base))  # with dropout, sums would not add up
         table = base.get_input_embeddings().weight
         token = torch.randn(1, 1, table.shape[-1], generator=torch.Generator().manual_seed(0))
         try:

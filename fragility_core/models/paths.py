@@ -5,8 +5,8 @@ A block is a numbered module. A branch is a child of a block.
 
 import re
 import threading
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -25,6 +25,18 @@ def forward_hook(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle
     """Register a forward hook on ``module`` that does not see passes beside that of the caller."""
     caller = threading.get_ident()
     return module.register_forward_hook(lambda *call: hook(*call) if threading.get_ident() == caller else None)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model`` is in eval mode; behind it each module is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @without_padding
