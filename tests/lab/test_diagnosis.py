@@ -108,7 +108,7 @@ def test_budgets_as_people_write_them(text, parsed):
         ({"budget": "1.5 blocks"}, "got '1.5 blocks'"),
         ({"budget": "2 heads"}, "got '2 heads'"),
         ({"budget": ""}, "got ''"),
-        ({"format": "fp32"}, "needs a format that rounds results, bf16, .*, kv-q8_0, got 'fp32'"),
+        ({"format": "fp32"}, "needs a format that rounds results, bf16, .*, kv-q4_0, got 'fp32'"),
         ({"attention": "flash"}, "attention must be one of auto, sdpa, eager, got 'flash'"),
         ({"reference": "maybe"}, "reference must be one of auto, yes, no, got 'maybe'"),
         ({"windows": 0}, "windows must be at least 1, got 0"),
