@@ -139,6 +139,17 @@ def refer(x: Tensor, reference: Tensor) -> Tensor:
     return x
 
 
+def reading_of(x: Tensor) -> tuple[Any, ...]:
+    """What ``keep_reading`` was given for ``x``; empty if nothing was, or if ``x`` has changed since."""
+    version, reading = getattr(x, "_reading", (-1, ()))
+    return reading if version == x._version else ()
+
+
+def keep_reading(x: Tensor, *reading: Any) -> None:
+    """Keep with ``x`` how it was read, for as long as it is there."""
+    vars(x)["_reading"] = x._version, reading
+
+
 def copy_marks(source: Tensor, x: Tensor) -> Tensor:
     """Let ``x`` stand for what ``source`` stands for."""
     if has_reference(source):

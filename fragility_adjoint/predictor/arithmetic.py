@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fragility_adjoint.internals import is_stream, is_view, mark_stored, mark_stream, stored_as
+from fragility_adjoint.internals import (
+    copy_marks,
+    is_stream,
+    is_view,
+    keep_reading,
+    mark_stored,
+    mark_stream,
+    reading_of,
+    stored_as,
+)
 from fragility_adjoint.predictor.calls import FunctionCall
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
@@ -103,6 +112,7 @@ class LowArithmetic(FunctionMode):
         super().__init__()
         self.recipe, self.format, self.recorder, self.parameters = recipe, recipe.kernels, recorder, parameters
         self.stochastic, self.rounding, self.exact = stochastic, rounding, exact
+        self.operand: tuple[int, Tensor] | None = None  # place and error of the latest input that was rounded
         self._running: set[FunctionType] = set()  # Python functions of torch, see ``with_visible_kernels``
 
     @contextmanager
@@ -239,9 +249,23 @@ class LowArithmetic(FunctionMode):
             def change(x: Tensor) -> Tensor:
                 if not x.is_floating_point() or stored_as(x) == "weight" or (self.rounding and not stored_as(x)):
                     return x
-                return self.round(self.call(Tensor.clone, x), "operand", "weights", format=operands.inputs)
+                return self._read(x, operands.inputs)
 
             call.args, call.kwargs = map_tensors(call.args, change), map_tensors(call.kwargs, change)
+
+    def _read(self, x: Tensor, stored: NumberFormat) -> Tensor:
+        """The input ``x`` of a linear layer, rounded as ``stored``.
+
+        Layers that read the same tensor, such as those of queries, keys and values, read it with the same errors.
+        """
+        scheme, y, known = reading_of(x) or (None, x, None)
+        if scheme != stored or not self.recorder.alike:
+            y = self.round(self.call(Tensor.clone, x), "operand", "weights", format=stored)
+            keep_reading(x, stored, y, self.operand)
+        elif y.requires_grad:
+            y = copy_marks(y, y.view_as(y))
+            self.recorder.watch_reader(self.recorder.kernel("operand", "weights"), y, *known)
+        return y
 
     def _round_result(self, y: Tensor, call: FunctionCall, stored: Tensor | None = None) -> Tensor:
         if not y.is_floating_point():
@@ -286,6 +310,8 @@ class LowArithmetic(FunctionMode):
             self.recorder.record_extremes(place, rounded)
         if self.stochastic:
             error = stochastic_error(error, exact, format)
+        if name == "operand":
+            self.operand = place, error
         if not self.exact:
             exact.copy_(rounded)
         if y.requires_grad and is_view(y) and in_place:

@@ -81,6 +81,8 @@ class ErrorRecorder:
         self._records: list[tuple[int, int, int, Tensor]] = []
         self._extremes: list[tuple[int, int, Tensor]] = []  # by window and place, (2,)
         self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of leaves that are kept
+        # Errors times gradients of further readers, with their places, by window and place of the first one.
+        self._readers: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         self.probe = 0  # the first one of the running backward pass
         self.observer: Callable[[int, Tensor], object] | None = None  # is shown each place's errors times gradients
         self.now = PassPosition()
@@ -92,6 +94,7 @@ class ErrorRecorder:
     def rewind(self, mark: tuple[int, int] = (0, 0)) -> None:
         """Drop the records since ``mark``, or all: those of a pass that has failed."""
         del self._records[mark[0] :], self._extremes[mark[1] :]
+        self._readers.clear()
         for rows in self._looked_up.values():
             rows.clear()
 
@@ -168,6 +171,15 @@ class ErrorRecorder:
         record = self.bound_record()
         result.register_hook(partial(beyond_vmap, lambda gradient: record(place, error * gradient)))
 
+    def watch_reader(self, place: int, view: Tensor, first: int, error: Tensor) -> None:
+        """Watch a further reader, at ``place``, of what was rounded at the place ``first``, by a ``view`` of its own."""
+        key = self.now.window, first
+
+        def keep(gradient: Tensor) -> None:
+            self._readers.setdefault(key, []).append((place, error * gradient))
+
+        view.register_hook(partial(beyond_vmap, keep))
+
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
         """Watch a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
         whole = base_of(view)
@@ -233,24 +245,44 @@ class ErrorRecorder:
         Inputs of linear layers, keys and values in a cache often have a channel that is large, and so rounded alike, at
         every position. There the products are first summed over positions, the last dimension but one.
         """
-        share = self.shares[self.numbered[place].kind]
+        window = self.now.window if window is None else window
+        readers, share = self._readers.pop((window, place), []), self.shares[self.numbered[place].kind]
         if not share:
             return
-        window = self.now.window if window is None else window
         pieces = [weighted_error] if isinstance(weighted_error, Tensor) else weighted_error
-        norms, sums = zip(*(self._norms_and_sums(place, piece) for piece in pieces))
-        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
-        found = torch.stack([norm * share**0.5, sum(sums) * share])
-        self._records.append((window, self.probe + first, place, found))
+        if readers:
+            (whole,) = pieces
+            found = self._by_reader(place, whole, readers)
+        else:
+            norms, sums = zip(*(self._norms_and_sums(place, piece) for piece in pieces))
+            norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
+            found = [(place, norm, sum(sums))]
+        for each, norm, total in found:
+            values = torch.stack([norm * share**0.5, total * share])
+            self._records.append((window, self.probe + first, each, values))
+
+    def _by_reader(self, place: int, whole: Tensor, readers: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor, Tensor]]:
+        """Places, norms and sums of all that read one rounded tensor; ``whole`` is that of all together.
+
+        Each reader has the share of the whole square that it has in the sum of the readers' own squares.
+        """
+        own = [(place, whole - sum(x for _, x in readers)), *readers]
+        places, (norms, sums) = [each for each, _ in own], zip(*(self._norms_and_sums(*each) for each in own))
+        factor = self._norm(place, whole) / torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return [(each, norm * factor.nan_to_num(0.0), total) for each, norm, total in zip(places, norms, sums)]
 
     def _norms_and_sums(self, place: int, weighted_error: Tensor) -> tuple[Tensor, Tensor]:
         """Norms and sums (P,) of an error times gradient (P, ...)."""
         if self.observer is not None:
             self.observer(place, weighted_error)
         own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
+        return self._norm(place, weighted_error), own.sum(1)
+
+    def _norm(self, place: int, weighted_error: Tensor) -> Tensor:
+        own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
         if self.alike and self.numbered[place].name in ALIKE and weighted_error.ndim > 2:  # see ``record``
             own = weighted_error.sum(-2).flatten(1)
-        return torch.linalg.vector_norm(own, dim=1), own.sum(1)
+        return torch.linalg.vector_norm(own, dim=1)
 
     def record_extremes(self, place: int, stored: Tensor) -> None:
         """Record the largest and the lowest number ``stored`` at ``place``: infinite after an overflow."""

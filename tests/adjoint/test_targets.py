@@ -8,6 +8,7 @@ from tiny import embedded_windows, fresh_model
 from torch import nn
 from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, LlamaConfig, MambaConfig
 
+from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint, targets, windows
 from fragility_adjoint.predictor.targets import TARGETS, get_target, logits
 from fragility_lab.experiments.realisations import moved
@@ -181,6 +182,72 @@ def test_inputs_that_are_rounded_alike_at_every_position_add_up(monkeypatch):
     error = (x - LINEAR["w8a8-int8"].inputs.round(x.float())).sum(0) / 9
     want = (low.model.layers[0].weight.double() * error).square().sum().item()
     assert found[found.name == "operand"].c2.sum() / 8 == pytest.approx(want, rel=1e-4)
+
+
+class Readers(nn.Module):
+    """The sum of what three layers make of one tensor; the last one reads it after a change in place, if so asked."""
+
+    def __init__(self, changes: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        for layer in self.layers:  # numbers that int8 holds: inputs alone are rounded
+            layer.weight.data = torch.randint(-127, 128, (8, 8)).float().index_fill_(1, torch.tensor(0), 127.0) / 128
+        self.changes = changes
+        self.eval().requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        first, second = self.layers[0](x), self.layers[1](x)
+        return first + second + self.layers[2](x.mul_(0.7) if self.changes else x)
+
+
+def operands_of(model, gradients, monkeypatch):
+    """Contributions of the inputs of each layer, summed over 8 probes whose mean is exact."""
+    rows = iter(torch.tensor(np.tile(hadamard(8), (9, 1)), dtype=torch.float32))
+    monkeypatch.setattr(windows, "random_signs", lambda like, generator: next(rows).view_as(like))
+    low = lower(model, "w8a8-int8@fp32")
+    adjoint = Adjoint(low, model, probes=8, target=lambda m, x: m(x), gradients=gradients)
+    found = adjoint(torch.tensor([[4]])).contributions
+    return found[found.name == "operand"].groupby("module")[["c2", "signed"]].sum()
+
+
+@pytest.mark.parametrize("gradients", ["low", "both", "secant"])
+def test_layers_that_read_one_tensor_read_the_same_errors(gradients, monkeypatch):
+    model = Readers()
+    found = operands_of(model, gradients, monkeypatch)
+    x = model.embedding.weight[4:5]
+    error = (x - LINEAR["w8a8-int8"].inputs.round(x)).double()
+    signs = torch.tensor(hadamard(8)).double()
+    effects = torch.stack([signs @ layer.weight.double() * error for layer in model.layers])  # (layers, probes, channels)
+    each, whole = effects.square().sum(-1), effects.sum(0).square().sum(-1)  # by layer and probe; by probe
+    assert found.c2.sum() == pytest.approx(whole.sum().item(), rel=1e-4) and abs(whole.sum() / each.sum() - 1) > 0.05
+    np.testing.assert_allclose(found.c2, (each / each.sum(0) * whole).sum(-1), rtol=1e-4)
+
+
+def test_a_tensor_that_changes_between_two_layers_is_rounded_twice(monkeypatch):
+    found = operands_of(Readers(changes=True), "low", monkeypatch)
+    model = Readers()
+    x = model.embedding.weight[4:5]
+    inputs = LINEAR["w8a8-int8"].inputs
+    first, changed = ((y - inputs.round(y)).double() for y in (x, 0.7 * x))
+    w1, w2, w3 = (layer.weight.double() for layer in model.layers)
+    want = ((w1 + w2) * first).square().sum() + (w3 * changed).square().sum()
+    assert found.c2.sum() / 8 == pytest.approx(want.item(), rel=1e-4)
+
+
+def test_samples_of_errors_are_the_same_for_layers_that_read_one_tensor():
+    """What two layers with opposite weights make of them is nothing."""
+    model = Readers()
+    model.layers[1].weight.data = -model.layers[0].weight.data
+    model.layers[2].weight.data.zero_()
+    samples = ErrorSamples(Adjoint(lower(model, "w8a8-int8@fp32"), model, 1, lambda m, x: m(x), gradients="both"))
+    tokens = torch.arange(9)[None]
+    assert not samples.draw(lambda m: m(tokens)).any()
+    model.layers[1].weight.data.zero_()
+    alone = ErrorSamples(Adjoint(lower(model, "w8a8-int8@fp32"), model, 1, lambda m, x: m(x), gradients="both"))
+    assert (alone.draw(lambda m: m(tokens)) - alone.exact(lambda m: m(tokens))).any()
 
 
 @pytest.mark.parametrize("recipe", ["fp8-dynamic", "w8a8-int8@fp16", "mxfp8", "nvfp4-w4a4", "w4a16-zero-g128"])
