@@ -47,7 +47,7 @@ def x3() -> dict[str, Any]:
 
 
 def _right(rows: pd.DataFrame) -> dict[str, Any]:
-    """How many verdicts are right, and how many causes, among the cases that the tests were designed on and others."""
+    """Counts of right verdicts and right causes, for the cases that the tests were designed on and for others."""
     told = []
     for (harmless, seen), of in rows.groupby(["harmless", "seen"], sort=False):
         has_cause = of[of.expected.notna()]

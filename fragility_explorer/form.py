@@ -38,7 +38,7 @@ def refusal(values: Mapping[str, Any]) -> str:
 
 
 def missing(name: str, value: str) -> str:
-    """Why the model or text ``value`` of the option ``name`` cannot be had, as far as that takes no time to know."""
+    """The reason that the model or text ``value`` of option ``name`` cannot be had, by a quick check; "" if none."""
     try:
         if name == "data":
             require_text(value)
@@ -50,9 +50,9 @@ def missing(name: str, value: str) -> str:
 
 
 def refusals(values: Mapping[str, Any], last: str = "") -> dict[str, str]:
-    """What is wrong with ``values`` by option.
+    """The errors in ``values``, by the option to blame.
 
-    An option is to blame if its default mends the error; of several, the one that was changed ``last``.
+    An option is to blame if its default mends the error. Of several such options, the one changed ``last`` is.
     """
     found = {name: told for name in ("model", "data", "reference_model") if (told := missing(name, values[name]))}
     left = dict(values)
@@ -125,7 +125,7 @@ class Form:
         return found
 
     def command_html(self) -> str:
-        """The command that does the same, ready to copy."""
+        """The command that makes the form's diagnosis, ready to copy."""
         if self.request is None:
             return "<p>Mend the marked values first.</p>"
         text = html.escape(command(self.request, self.results))

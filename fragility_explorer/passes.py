@@ -51,7 +51,7 @@ RINGED = "Windows with a ring have their tokens and blocks, too."
 
 @cache
 def shipped(name: str) -> dict[str, Any]:
-    """What ``windows`` has computed: of a checkpoint, or the ``texts``; nothing of a model without it."""
+    """The stored results of ``windows`` for a checkpoint, or its ``texts``; empty for a model without results."""
     path = FOLDER / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 

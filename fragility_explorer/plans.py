@@ -42,7 +42,7 @@ def kept(unit: str, count: int) -> str:
 
 
 def _left(rows: pd.DataFrame) -> dict[str, Any]:
-    """The measured mismatch that plans of each number leave, of that without a plan, as means over runs."""
+    """The measured mismatch under plans that keep each number of parts, relative to no plan, as means over runs."""
     none = rows[rows.budget == 0].set_index([*RUN]).measured
     share = rows.measured / pd.MultiIndex.from_frame(rows[[*RUN]]).map(none)
     table = share.groupby([rows.chosen_by, rows.kept], sort=False).mean().unstack()

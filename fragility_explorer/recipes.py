@@ -58,7 +58,7 @@ def _layers(tables: Tables) -> dict[str, Any]:
 
 
 def _within(rows: pd.DataFrame) -> dict[str, Any]:
-    """How near the predictions of each quantity are to its measurements."""
+    """Counts of the predictions of each quantity that are near its measurements."""
     told = []
     for quantity, of in rows.groupby("quantity", sort=False):
         off = (of.ratio - 1).abs()
@@ -89,7 +89,7 @@ def rivals() -> dict[str, Any]:
 
 
 def _wins(rows: pd.DataFrame) -> dict[str, Any]:
-    """How often each of BETTER was found, by library."""
+    """Counts of each outcome in BETTER, by library."""
     counts = pd.crosstab(rows.library, rows.better).reindex(columns=[*BETTER], fill_value=0)
     told = [[library, *map(str, of)] for library, of in zip(counts.index, counts.to_numpy())]
     total = f"Ours is better at {counts.ours.sum()} of {len(rows)} budgets, the rival's at {counts.rival.sum()}"

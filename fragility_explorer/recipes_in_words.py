@@ -12,7 +12,7 @@ TYPES, MIXES, CPUS = "weights, by a GGUF type", "weights, by a GGUF mix", "as an
 
 
 def group_of(recipe: Recipe) -> str:
-    """What ``recipe`` rounds, beside the results of kernels."""
+    """The group of ``recipe``: what it rounds beside the results of kernels."""
     if recipe.name in ENGINES:
         return CPUS
     if recipe.gguf:
@@ -41,7 +41,7 @@ def scheme_in_words(scheme: NumberFormat | None, line: str) -> str:
 
 
 def in_words(recipe: Recipe) -> str:
-    """What ``recipe`` stores, in words, such as "int4, groups of 128"."""
+    """The formats that ``recipe`` stores, in words, such as "int4, groups of 128"."""
     linear: Operands = recipe.linear
     if recipe.cache is not None:
         return f"keys and values in {scheme_in_words(recipe.cache, 'token and head')}"

@@ -1,9 +1,9 @@
-"""What the committed tables do not have: for a few windows of E2 on the embedded checkpoints, what happens inside.
+"""Measurements inside a few windows of E2 on the embedded checkpoints, which the committed tables do not have.
 
-For each length and seed there are the windows of the largest and the smallest mismatch of the GPT-2 in bf16, the same
-for every checkpoint and format. They have their text, the error of each token after each block, the terms of each block
-in the score (E2), and its share of the squared error by backward passes (X1). For each window of E3 there are the score
-of each block and the exact effect of patching it. ``make shipped`` computes all of it.
+For each length and seed, the windows are those of the largest and the smallest mismatch of the GPT-2 in bf16. Every
+checkpoint and format has the same windows. Each window has its text, the error of each token after each block, and for
+each block its terms in the score (E2) and its share of the squared error by backward passes (X1). Each window of E3 has
+the score of each block and the exact effect of patching it. ``make shipped`` computes all of this.
 """
 
 import json
@@ -75,7 +75,7 @@ def token_errors(states: Tensor, exact: Tensor) -> np.ndarray:
 
 
 class Inside:
-    """What happens in windows of E2's runs of ``precision`` on the embedded checkpoint ``model``."""
+    """Measurements inside windows of E2's runs of ``precision`` on the embedded checkpoint ``model``."""
 
     def __init__(self, model: str, precision: str):
         self.grid, self.inputs = grid(model)
@@ -132,7 +132,7 @@ def patched(model: str) -> Iterator[dict[str, Any]]:
 
 
 def texts() -> dict[str, Any]:
-    """Where the windows begin and how, and the first tokens of those that are looked into, by length and seed."""
+    """The starts of windows by length and seed, the text at each start, and the first tokens of chosen windows."""
     asked, inputs = grid(CHECKPOINTS[0])
     spell = load_tokenizer(CHECKPOINTS[0])
     starts, begins, spelled, looked = {}, {}, {}, chosen()

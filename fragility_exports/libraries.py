@@ -79,7 +79,7 @@ def named(paths: Sequence[str], many: int = MANY) -> str:
 
 
 def fused(layers: Mapping[str, Operands]) -> list[str]:
-    """Name the ``layers`` by path that engines fuse, and that have unlike operands: these engines load none such."""
+    """A message that names ``layers`` that engines fuse although their operands differ: engines cannot load them."""
     together: dict[str, set[Operands]] = {}
     for path, operands in layers.items():
         parent, _, name = path.rpartition(".")
@@ -149,7 +149,7 @@ def quantized(plan: Plan, model: nn.Module, library: str) -> tuple[dict[str, Ope
 
 
 def export(config: dict[str, Any], missing: Iterable[str], plan: Plan) -> Export:
-    """The ``config`` for ``plan``, each part that is missing named once."""
+    """The export of ``config`` for ``plan``; each part of the plan that is ``missing`` is named once."""
     return Export(config, tuple(dict.fromkeys(missing)), str(dtype_of(plan)).removeprefix("torch."))
 
 

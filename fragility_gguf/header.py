@@ -126,7 +126,7 @@ def read_header(file: str | Path) -> Header:
 
 
 def readable(file: Path, kind: int, names: list[str]) -> tuple[str, int, int]:
-    """The name of the type ``kind`` of the tensors ``names``, and numbers and bytes of its blocks.
+    """The name of the type ``kind``, which the tensors ``names`` have, and the entries and bytes of one of its blocks.
 
     Raises ValueError without the package gguf, and for a type that gguf cannot read.
     """

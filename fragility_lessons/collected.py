@@ -76,7 +76,7 @@ def collect(folder: Path) -> tuple[pd.DataFrame, list[str]]:
 
 
 def by_student(table: pd.DataFrame) -> pd.DataFrame:
-    """How many questions of each lesson a student has answered right, and how many in all."""
+    """Counts of the questions of each lesson that each student has answered right, and answered at all."""
     counts = table.groupby(["student", "lesson"]).correct.agg(["sum", "size"])
     told = counts.apply(lambda row: f"{row['sum']} of {row['size']}", axis=1)
     return told.unstack("lesson", fill_value="").reindex(

@@ -102,7 +102,7 @@ def _colour(colour: Any, themed: bool = True) -> str:
 
 
 def _look(part: Any) -> dict[str, Any]:
-    """How a mark looks, without its coordinates."""
+    """The look of a mark (colours, widths, marker), without its coordinates."""
     alpha, kind = part.get_alpha(), type(part)
     look: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
     if issubclass(kind, Line2D):

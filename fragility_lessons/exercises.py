@@ -54,7 +54,7 @@ class Exercise:
 
     @property
     def sealed(self) -> str:
-        """What a student reads only after an answer, as Base64 of JSON."""
+        """The texts that a student reads only after an answer, as Base64 of JSON."""
         hidden = {name: asdict(self)[name] for name in ("solution", "hint", "explanation", "tolerance")}
         return base64.b64encode(json.dumps(hidden, ensure_ascii=False).encode()).decode("ascii")
 
@@ -79,7 +79,7 @@ class Exercises(tuple[Exercise, ...]):
 
     @property
     def recall(self) -> Exercise | None:
-        """A question of an earlier lesson, which its id names, if one is listed. This lesson keeps its answer."""
+        """A question of an earlier lesson, if one is listed. Its answer is stored with this lesson."""
         lesson = self[0].lesson
         name = listed()["recall"].get(lesson)
         return replace(find(lesson, name), lesson=lesson, id=name) if name else None

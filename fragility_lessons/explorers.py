@@ -117,7 +117,7 @@ class Figure:
         return known
 
     def packed(self) -> bytes:
-        """What is computed, as the browser takes it: JSON, compressed."""
+        """The computed data as the browser takes them: JSON, compressed by gzip."""
         return gzip.compress(_text(self.computed()).encode("utf-8"), mtime=0)
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, str]:

@@ -45,7 +45,7 @@ class NumberFormat(Protocol):
     def is_storage_only(self) -> bool: ...
 
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
-        """``x`` as it is read again; ``generator`` and ``copies`` as in ``Format.round``."""
+        """``x`` rounded to the format, as a kernel reads it; ``generator`` and ``copies`` as in ``Format.round``."""
 
     def ulp(self, x: Tensor) -> Tensor:
         """The distance between the numbers around fp32 ``x``."""
@@ -87,7 +87,7 @@ class Format:
         """The dtype of torch that holds the format's numbers and, but for TF32, no others."""
         return DTYPES.get(self.name)
 
-    elementwise = True  # an entry is rounded by itself, as those under shared scales are not
+    elementwise = True  # each entry is rounded by itself, unlike entries under a shared scale
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:

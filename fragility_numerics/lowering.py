@@ -86,7 +86,7 @@ def rounded_copy(model: nn.Module, storing: Mapping[str, Storing], buffers: Numb
 def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy of the tree of modules, for hooks, with the parameters and buffers of ``model`` itself.
 
-    Each owner of a module without tensors has one of its own: all blocks of GPT-1 share an activation.
+    A shared module without tensors is copied for each owner: all blocks of GPT-1 share one activation module.
     """
     copied, seen = copied_tree(model, {id(x): x for x in chain(model.parameters(), model.buffers())}), set()
     for path, module in [*copied.named_modules(remove_duplicate=False)]:

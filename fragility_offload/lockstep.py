@@ -33,7 +33,7 @@ class LastRead(ExitStack):
 
 
 class Cancelled(BaseException):
-    """Raised in a pass after an interrupt, or when another one has failed."""
+    """Raised in a pass after an interrupt, or after another pass has failed."""
 
 
 class Passes:

@@ -20,7 +20,7 @@ class Rung:
 
     @property
     def recipe(self) -> Recipe | None:
-        """Our recipe beside fp32 kernels."""
+        """Our recipe for this scheme, with kernels in fp32; None without a scheme."""
         return Recipe(self.name, FORMATS["fp32"], linear=self.ours) if self.ours else None
 
 

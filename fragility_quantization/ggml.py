@@ -113,7 +113,7 @@ class GgmlType:
         return x.reshape(-1, self.size // self.group, self.group).permute(2, 1, 0).contiguous()
 
     def _by_blocks(self, make: Callable[..., Tensor], x: Tensor, noise: Tensor | None = None) -> Tensor:
-        """What ``make`` gives for the grid, the values and the ``noise`` of blocks, in the shape of ``x``."""
+        """The results of ``make`` for the grid, the values and the ``noise`` of blocks, in the shape of ``x``."""
         found = []
         rows = x.reshape(-1, self.size)
         drawn = None if noise is None else noise.reshape(-1, self.size)

@@ -1,4 +1,4 @@
-"""How GGML stores blocks of 32 numbers: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, and inputs in blocks of 256, Q8_K.
+"""GGML's formats for blocks of 32 numbers: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, and Q8_K, inputs in blocks of 256.
 
 Each function takes fp32 values (m, S, n): n blocks of S groups of m neighbours, and gives the ``Grid`` to which they
 are rounded. The operations and their order are those of the reference quantizers of llama.cpp (``ggml-quants.c``,
@@ -107,12 +107,12 @@ def symmetric(x: Tensor, top: int) -> Grid:
 
 
 def q4_0(x: Tensor) -> Grid:
-    """``symmetric`` integers of 4 bits."""
+    """The grid of Q4_0: integers of 4 bits by ``symmetric``."""
     return symmetric(x, 8)
 
 
 def q5_0(x: Tensor) -> Grid:
-    """``symmetric`` integers of 5 bits."""
+    """The grid of Q5_0: integers of 5 bits by ``symmetric``."""
     return symmetric(x, 16)
 
 
@@ -129,12 +129,12 @@ def from_lowest(x: Tensor, top: int) -> Grid:
 
 
 def q4_1(x: Tensor) -> Grid:
-    """Integers of 4 bits ``from_lowest``."""
+    """The grid of Q4_1: integers of 4 bits by ``from_lowest``."""
     return from_lowest(x, 15)
 
 
 def q5_1(x: Tensor) -> Grid:
-    """Integers of 5 bits ``from_lowest``."""
+    """The grid of Q5_1: integers of 5 bits by ``from_lowest``."""
     return from_lowest(x, 31)
 
 
@@ -147,9 +147,9 @@ def nearest_value(x: Tensor) -> Tensor:
 
 
 def iq4_nl(x: Tensor) -> Grid:
-    """Sixteen numbers, closer to one another near zero, under the scale of least squared error of 16 that are tried.
+    """The grid of IQ4_NL: 16 numbers, closer together near zero. Of 16 scales the one of least squared error is taken.
 
-    Errors of an entry count by its square.
+    The squared error of an entry is weighted by the entry's square.
     """
     largest, weight = farthest(x), x * x
     nothing = largest.abs() < NOTHING

@@ -101,23 +101,23 @@ class Scheme:
 
     @property
     def scale_bits(self) -> int:
-        """Bits of a scale as engines store it: those of groups in fp16 or bf16 where they are computed in fp32 here.
+        """Bits of a scale as engines store it: 16 for groups whose scales are computed in fp32 here.
 
-        compressed-tensors stores them in the dtype of the weights, GPTQ and AWQ in fp16; scales of blocks stay in fp32,
-        as in DeepSeek-V3's checkpoints. ``round`` leaves the scale "fp32" as it is. Engines round it first, by 2^-9 of
-        itself at most in bf16, and then the numbers under it, which moves the steps but hardly the error.
+        compressed-tensors stores group scales in the dtype of the weights, GPTQ and AWQ in fp16. Scales of blocks stay
+        in fp32, as in DeepSeek-V3's checkpoints. ``round`` does not round an "fp32" scale. Engines round scales first
+        (in bf16 by a relative error up to 2^-9), then the numbers under them: the steps move, the error hardly.
         """
         return 16 if self.granularity == "group" and self.scale == "fp32" else SCALES[self.scale]
 
     @property
     def bits(self) -> float:
-        """Bits of an entry with its share of the stored scale and, if asymmetric, of the zero; those of a row are 0."""
+        """Bits of an entry with its share of the stored scale and, if asymmetric, zero; a row's scale counts as 0."""
         shared = {"group": self.size, "block": self.size**2}.get(self.granularity)
         zero = 0 if self.symmetric else self.format.bits
         return self.format.bits + ((self.scale_bits + zero) / shared if shared else 0)
 
     def bits_of_width(self, width: int) -> float:
-        """The same in rows of ``width`` entries, whose last group may be short; blocks count as whole ones."""
+        """The ``bits`` of an entry in rows of ``width`` entries, whose last group may be short; blocks count whole."""
         if self.granularity != "group":
             return self.bits
         return self.format.bits + (self.bits - self.format.bits) * self.size * -(-width // self.size) / width

@@ -117,17 +117,17 @@ def in_bands(rows: pd.DataFrame) -> pd.DataFrame:
 def coherence(adjoint: Adjoint, windows: Iterable[Tensor], by: Sequence[str] | None = None) -> Coherence:
     """Measure joint effects of errors of different sites in passes over ``windows``, tensors of tokens (T,) or (B, T).
 
-    Those of one tensor share what is read of a streamed model. It takes as long as a prediction with ``adjoint`` does.
-    Each window has sign vectors of its own: with the same ones for all, the error of the estimate would be alike in all
-    windows, and the scatter over windows would not show it.
+    Windows of one tensor share each read of a streamed model. The estimate takes as long as one prediction does.
+    Each window has its own sign vectors: with shared ones the error of the estimate would be alike in all windows, and
+    the scatter over windows would not show it.
 
-    Groups of sites are those of the columns ``by`` of ``Prediction.contributions``: unless given, block, site and kind.
-    Successive blocks of a deep model are one group, from ``layer`` to ``last``, so that there are at most MOST groups
-    if that can be. Windows whose prediction is not finite are left out. Errors are those of the low-precision pass with
-    gradients at the "low" point and for secants; at the others kernels have the errors of rounding the fp32 pass.
+    Sites are grouped by the columns ``by`` of ``Prediction.contributions``, by default block, site and kind. Successive
+    blocks of a deep model are one group, from ``layer`` to ``last``, to have at most MOST groups if possible. Windows
+    whose prediction is not finite are left out. With gradients at the "low" point, and for secants, errors are those of
+    the low-precision pass; at other points they are the errors of rounding the fp32 pass.
 
-    Raises ValueError for errors without a known sign, those of stochastic rounding and of a model whose fp32 reference
-    was not given, and if no window is left.
+    Raises ValueError for errors without a known sign (stochastic rounding, or a model whose fp32 reference was not
+    given), and if no window is left.
     """
     if not adjoint.knows_signs:
         raise ValueError(

@@ -78,7 +78,7 @@ class ScaledErrors:
         return self._between(leaf, rounded.in_fp32(path))
 
     def _between(self, exact: Tensor, rounded: Tensor) -> Tensor:
-        """``exact`` plus a share of the rounding error. An overflow, or a mask of -inf, is whole but at share 0."""
+        """``exact`` plus ``share`` of the rounding error. Values of ±inf are kept whole unless the share is 0."""
         if self.share == 0:
             return exact
         return torch.where(rounded.isfinite(), torch.lerp(exact, rounded, self.share), rounded)
@@ -160,7 +160,7 @@ class SampledArithmetic(LowArithmetic):
 class ErrorSamples:
     """Passes of the model of an ``adjoint`` in fp32 with realised errors.
 
-    Without errors its weights are those in fp32 if the adjoint takes gradients there, else the rounded ones.
+    A pass without errors has the fp32 weights if the adjoint takes its gradients in fp32, else the rounded weights.
     """
 
     def __init__(self, adjoint: Adjoint, seed: int = 0):

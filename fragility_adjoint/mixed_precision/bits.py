@@ -42,7 +42,7 @@ def predictions(
 
 @torch.no_grad()
 def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
-    """Paths of the linear layers of blocks, in groups of those that a module calls with the same input.
+    """Paths of the linear layers of blocks, grouped: a group has the layers that one module calls with one input.
 
     Engines compute the layers of a group as one, with one scheme: query, key and value; gate and up. The experts of a
     layer are one module, or several with one parent. ``tokens`` (B, T) must reach every layer.

@@ -1,4 +1,4 @@
-"""How to apply a plan: a low-precision model in which chosen parts compute in fp32.
+"""Application of a plan: a low-precision model in which chosen parts compute in fp32.
 
 Hooks cast tensors where a kept part begins and ends. Type promotion does the rest, natively and emulated: a kernel with
 an fp32 operand gives fp32. Hooks are partial functions of a module, so that a protected model can be pickled.
@@ -180,7 +180,7 @@ def require_modules(model: nn.Module, paths: Collection[str]) -> None:
 
 
 def require_own(model: nn.Module, paths: Collection[str]) -> None:
-    """Raises ValueError if a module with parameters is inside of those at ``paths``, and of others as well."""
+    """Raises ValueError if a module at or in ``paths`` has parameters and is also used outside of ``paths``."""
     roots = {*map(model.get_submodule, paths)}
     every = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if [*m.parameters()]]
     kept = [path for path, module in every if module in roots]

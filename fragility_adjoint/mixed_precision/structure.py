@@ -176,9 +176,9 @@ def parameter_bytes(parameters: Iterable[Stored], kept: Collection[str]) -> int:
 
 
 def storage(parameters: Iterable[Stored], kept: Sequence[Collection[str]]) -> tuple[list, list]:
-    """``shared`` and ``saved`` of a knapsack, in bits, whose decision i keeps the modules ``kept[i]`` in fp32.
+    """The arguments ``shared`` and ``saved`` of a knapsack, in bits; decision i keeps the modules ``kept[i]`` in fp32.
 
-    The fp32 copy of a parameter is stored once if any of its users is kept, and the low one is saved if all are.
+    A parameter's fp32 copy is stored once if any of its users is kept. Its low-precision copy is saved if all are.
     """
     keeping: dict[str, list[int]] = {}
     for number, own in enumerate(kept):

@@ -65,9 +65,9 @@ def with_visible_kernels(func: FunctionType) -> FunctionType | None:
 
 
 class WithHistory(torch.autograd.Function):
-    """The ``value``, in the same memory, as a result of what ``y`` is a result of. It is no view.
+    """Return ``value``, in the same memory, with the autograd history of ``y``.
 
-    Autograd drops the hooks of a view once the view is changed in place.
+    The result is no view: autograd drops the hooks of a view that is changed in place.
     """
 
     @staticmethod

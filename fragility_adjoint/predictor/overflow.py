@@ -171,9 +171,9 @@ def masking(x: Tensor) -> Tensor:
 
 
 def kind_of(kernel: Any, args: tuple, kwargs: dict, bad: Tensor) -> str:
-    """What the ``bad`` entries of a result are in fp64: "overflow" if any is a number, else "infinite" or "nan".
+    """The kind of ``bad`` entries by their fp64 values: "overflow" if any is finite, "nan" if any is, or "infinite".
 
-    It is "overflow" for a kernel that takes no fp64, and for one of another library, which need not.
+    The kind is "overflow" for kernels that take no fp64, and for kernels of other libraries, which may take none.
     """
 
     def wide(value: Any) -> Any:

@@ -81,7 +81,7 @@ class RoundedParameters:
         return self.kept[path] if path in self.kept else self.tensors[path].detach().float()
 
     def weighted_error(self, path: str, rounded: Tensor) -> "WeightedError":
-        """The function that weighs the local error of the tensor at ``path``; its low entries are ``rounded``."""
+        """The function that weighs the local error of the tensor at ``path``, whose low entries are ``rounded``."""
         if self.exact is None:
             return WeightedError(rounded, self.operands(path).weights or self.recipe.kernels)
         return WeightedError(rounded, self.exact[path].data)  # fp32 parameters may hold rounded values: norms do

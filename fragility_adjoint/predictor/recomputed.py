@@ -162,7 +162,7 @@ class WeightProduct(torch.autograd.Function):
 
 
 def of_weight(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of ``weight``; that of a large one lies in memory as the weight does, and is read in that order."""
+    """The gradient of ``weight``. For a large weight its memory has the weight's order, in which it will be read."""
     if weight.numel() > LARGE and weight.mT.is_contiguous():
         return (gradient.mT @ x).float().mT
     return (x.mT @ gradient).float()

@@ -73,9 +73,9 @@ def at_halfway(function: Callable, *args, **kwargs) -> Any:
 
 
 def elementwise(function: Callable, *args, **kwargs) -> Tensor:
-    """A tensor times the quotient of differences of ``function``, or times its slope where the tensor hardly differs.
+    """A tensor times the difference quotient of ``function``; where the passes hardly differ, times the derivative.
 
-    Functions of several tensors with references are taken halfway.
+    A function of several tensors with references is linearized halfway between the passes (``at_halfway``).
     """
     varying = [x for x in tensors((args, kwargs)) if has_reference(x)]
     x = varying[0]

@@ -218,7 +218,7 @@ class PartCall:
                 return self._back(outputs, [*made, *parameters.leaves], given, inputs)
 
     def _back(self, outputs: Sequence[Tensor], leaves: list, given: Sequence[Tensor], inputs: list) -> list[Tensor]:
-        """``probes.backward``: for all probes at once, or else one by one, from the same graph."""
+        """The result of ``probes.backward`` for all probes at once, or for one after another through the same graph."""
         recorder = self.stream.recorder
         if self.stream.at_once:
             return backward(outputs, leaves, given, inputs)

@@ -126,9 +126,9 @@ TARGETS: dict[str, Target] = {
 
 
 def get_target(target: str | Target | Output) -> Target:
-    """The target called ``target``, one of TARGETS, or itself; a function gives an output with relative errors.
+    """The target named ``target``, a name in TARGETS. A Target is returned as it is; a function becomes its output.
 
-    Raises ValueError for another name.
+    Errors of a function's output are relative. Raises ValueError for another name.
     """
     if isinstance(target, Target):
         return target

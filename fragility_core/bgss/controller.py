@@ -30,8 +30,8 @@ class Controller:
         """``model`` is the fp32 model that is trained, with a norm before each sublayer.
 
         ``policy`` is one of POLICIES by name, with its ``parameters``; epsilon begins at that of the model's norms.
-        ``seed`` is that of policies that draw. Raises TypeError for what is no model of transformers, or one whose
-        blocks are not known or that lacks such norms, and the errors of ``get_policy`` and ``lowering.lower``.
+        ``seed`` is for policies that draw. Raises TypeError if ``model`` is no model of transformers, has unknown
+        blocks, or lacks a norm before each sublayer, and raises the errors of ``get_policy`` and ``lowering.lower``.
         """
         require_model(model)
         found = blocks(model)

@@ -74,7 +74,7 @@ class Patching:
         return hidden.unflatten(0, (-1, len(tokens)))
 
     def _copies(self) -> int:
-        """How often the tokens of a pass are given: once, but GPTBigCode gives its result the shape of its tokens."""
+        """The number of copies of the tokens that a pass gets: 1, but GPTBigCode shapes its result as its tokens."""
         return len(self.pairs) + 1 if self.low.model.config.model_type == "gpt_bigcode" else 1
 
     def require_evaluating(self) -> None:

@@ -77,11 +77,11 @@ class WeightStatistics:
 
     @torch.no_grad()
     def follow(self) -> dict[str, list[float]]:
-        """The same statistics for weights that moved a little since the last call.
+        """The statistics of ``measure``, estimated, for weights that moved a little since the last call.
 
         The norms are Ritz values of ``FOLLOWED`` vectors after one subspace iteration. They are never above the exact
-        norms, and below them to second order in the movement. So ``transport.operator_norm_transport`` is no
-        strict upper bound with them. The first call measures exactly.
+        norms, and fall short of them to second order in the movement. So with them ``operator_norm_transport`` of
+        ``transport`` is no strict upper bound. The first call measures exactly.
         """
         stacks: dict[tuple[int, ...], dict[str, Tensor]] = {}  # matrices of one shape form one batch
         for layer, block in enumerate(self.blocks):

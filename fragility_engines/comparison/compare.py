@@ -100,7 +100,7 @@ def explained(
 
 
 def told(sequences: Sequence[Scored], model: str) -> Facts:
-    """What the log's ``sequences``, the tokenizer and the files of ``model`` tell of its texts and its head."""
+    """Facts about the texts and the head, from the log's ``sequences``, the tokenizer and the files of ``model``."""
     facts = replace(Facts.of(sequences), head=stored_head(model))
     try:
         tokenizer = checkpoints.load_tokenizer(model)
@@ -118,13 +118,13 @@ def configured(model: str) -> list[int | None]:
 
 
 def special(bos: int | None, eos: int | None, pad: int | None) -> dict[str, tuple[int, ...]]:
-    """What may stand before a text beside ``bos``, by name: EOS, padding. How much padding is not told apart."""
+    """Tokens other than ``bos`` that may stand before a text, by name: EOS, or padding of PADDING tokens."""
     found: dict[str, tuple[int, ...]] = {} if eos is None or eos == bos else {"an EOS token": (eos,)}
     return found if pad is None else found | {"padding": (pad,) * PADDING}
 
 
 def preambles(tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[int, ...]]:
-    """What ``tokenizer`` may put before a text, by name: what its chat template begins with, EOS, padding."""
+    """Tokens that ``tokenizer`` may put before a text, by name: the beginning of its chat template, EOS, padding."""
     found = special(tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
     with suppress(Exception):  # a template is a program of somebody else, and fails in its own ways
         words = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)

@@ -1,4 +1,4 @@
-"""Whether a gap is the rounding of eager attention, which rounds scores and probabilities as fused kernels do not."""
+"""Verdicts for eager attention, which rounds scores and probabilities; fused kernels do not round these."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ def eager(model: PreTrainedModel) -> Iterator[None]:
 
 
 def as_eager(model: PreTrainedModel, gap: Gap, verdict: Verdict, measured: Callable[[], Gap]) -> tuple[Gap, Verdict]:
-    """``gap`` and the ``verdict`` on it, or those for eager attention where rounding explains the gap then.
+    """Gap and verdict for eager attention if its rounding explains the gap, else ``gap`` and ``verdict`` unchanged.
 
-    ``measured`` gives the gap for the attention that ``model`` has. It is called where a gap from the fp32 model is
-    large, no cause is named, and the attention of the model is fused.
+    ``measured`` computes the gap with the attention that ``model`` is set to. It is called if the gap from the fp32
+    model is large, no cause is named, and the model has fused attention.
     """
     undecided = verdict.kind in ("more", "few") and verdict.cause is None and 1 < verdict.ratio[0] < MOST
     if not undecided or gap.two or attention_of(model) != "sdpa":

@@ -106,11 +106,11 @@ class Gap:
 
     @cached_property
     def fails(self) -> bool:
-        """True if an emulated pass is beyond doubt not as predicted: it then stands in the place of the prediction.
+        """True if the error of an emulated pass is clearly not the predicted one, and so replaces the prediction.
 
-        The prediction takes errors of weights for independent of each other, and some add up over all positions; and
-        it knows of no tokens that go to other experts. If that pass is beyond doubt larger, it is enough that MORE lies
-        below it, or that it explains what the prediction does not. Of two engines a smaller one tells nothing.
+        The prediction takes errors of weights as independent, but some add up over all positions, and it does not count
+        tokens that go to other experts. An error that is clearly larger needs a ratio above MORE, or to explain a gap
+        that the prediction does not explain. Between two engines a smaller error means nothing.
         """
         value, low, high = self.emulated_ratio
         (left, *_), (gap, *_) = self.beside("emulated"), self.beside("predicted")
@@ -186,7 +186,7 @@ class Gap:
 
     @property
     def sides(self) -> "tuple[Gap, Gap]":
-        """Of a gap between two engines that of each from the fp32 model: the engine's, and the reference's."""
+        """The gaps of two compared engines from the fp32 model: first the engine's, then the reference's."""
         tokens = self.tokens
         base = tokens.assign(emulated=tokens.rounding, exact=tokens.fp32)
         changes = tokens.change + tokens.exact - tokens.fp32, tokens.exact - tokens.fp32

@@ -41,5 +41,5 @@ def coarsest(values: np.ndarray) -> tuple[str, float]:
 
 
 def on_grid(counts: np.ndarray) -> bool:
-    """True if ``counts`` of steps are integers other than 0, but for what single precision leaves."""
+    """True if ``counts`` of steps are integers other than 0, up to errors of single precision."""
     return bool(((np.abs(counts - counts.round()) < OFF) & (counts.round() != 0)).all())

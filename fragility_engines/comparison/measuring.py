@@ -46,10 +46,10 @@ class AtPositions:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a pass gives for the tokens after the first of a window, or for some of them (N,).
+    """Outputs of a pass for the tokens after the first of a window, or for some of them (N,).
 
-    ``logprobs`` (N,) are those of the text's tokens, ``best`` (N,) the most probable tokens, and ``asked`` (N, K) the
-    log-probabilities of other tokens. ``expected`` (N,) is that of a token that is drawn: minus the entropy.
+    ``logprobs`` (N,) are log-probabilities of the text's tokens, and ``asked`` (N, K) those of other tokens. ``best``
+    (N,) are the most probable tokens. ``expected`` (N,) is a drawn token's mean log-probability: minus the entropy.
     """
 
     logprobs: np.ndarray

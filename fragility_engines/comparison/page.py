@@ -53,7 +53,7 @@ class Compared:
 
     @property
     def signs(self) -> list[str]:
-        """What a gap beyond rounding looks like, in words, where no suspect explains it, and what else may be tried."""
+        """Sentences on how a gap that neither rounding nor a suspect explains looks, and on what else may be tried."""
         if self.verdict.kind != "more" or not (self.verdict.cause is None or self.verdict.partial):
             return []
         found = patterns(self.gap)

@@ -1,4 +1,4 @@
-"""What a wider format of some parts would leave of the rounding: is an fp32 head worth it?"""
+"""Remedies for rounding: the error that is left if some parts compute in fp32. Is an fp32 head worth it?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,10 +43,10 @@ class Remedy:
 
 
 def remedies(model: PreTrainedModel, sequences: Sequence[Scored], gap: Gap, verified: bool) -> list[Remedy]:
-    """What fp32 in each of PARTS that ``model`` has would leave, those that leave least first.
+    """One remedy for each of PARTS that ``model`` has; the remedy that leaves the smallest error comes first.
 
-    If ``verified``, each is emulated over the tokens of ``slopes.screened``. Empty for a gap between two engines, and
-    for a recipe that rounds weights alone: its kernels are in fp32.
+    If ``verified``, each is emulated over the tokens of ``slopes.screened``. The list is empty for a gap between two
+    engines, and for a recipe that rounds only weights: its kernels are in fp32.
     """
     if gap.two or not gap.predictions:
         return []

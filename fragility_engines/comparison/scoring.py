@@ -36,7 +36,7 @@ SAME = 0.01  # of their scores: two scales of which only the product matters, as
 
 
 def scored(gap: Gap, directed: Directions) -> list[Slope]:
-    """The slopes of ``gap`` along the scales that explain it, each at its factor, the one that explains most first."""
+    """The slopes of ``gap`` along scales that explain it, each with its fitted factor; the best explanation first."""
     part, fit = some(gap), between if gap.two else fitted
     tried = outstanding(directed.model, part, directed.sequences)
     likely = [each for each in tried if along(part, *each, directed).share > LEAST / 2]

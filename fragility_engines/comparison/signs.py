@@ -71,7 +71,7 @@ def ends(gap: Gap) -> int:
 
 
 def described(found: dict[str, Any]) -> list[str]:
-    """What ``patterns`` point to, in words; empty where they point to nothing."""
+    """Sentences on the causes that ``patterns`` point to; empty if they point to none."""
     if found["drawn"]:
         text = (
             "The log does not follow the tokens of the text, and has on average what tokens have that the model draws"
@@ -178,7 +178,7 @@ def begins_with(gap: Gap) -> int | None:
 
 
 def stands_at(gap: Gap) -> int | None:
-    """The token that has most of the square of ``gap`` where it is scored, in most of these places alone; or None."""
+    """The token whose places have most of the squared change of ``gap``, and mostly large changes; None if no token."""
     squares = gap.tokens.change**2
     by = squares.groupby(gap.tokens.token)
     token = by.sum().idxmax()

@@ -50,12 +50,12 @@ BEST = 3  # suspects that are then tested over all tokens
 class Slope:
     """The part of a gap that lies along the direction of one ``suspect``.
 
-    ``size`` is 1 where the engine does what the suspect does, and 0 where it does not; an emulated pass, which has the
-    same rounded weights, is subtracted. ``error`` is its standard error, from so many ``units``. ``share`` is the share
-    of the squared gap that goes with this size along the direction. ``whole`` is the RMS of the gap over that of the
-    direction and the predicted rounding together. Between ``two`` engines the size is -1 where the
-    reference does what the suspect does. ``owner`` is then the one of the two that does. If the gap is that of some
-    tokens alone, ``where`` says in words which.
+    ``size`` is 1 if the engine does what the suspect does, and 0 if it does not. An emulated pass, which has the same
+    rounded weights, is subtracted first. ``error`` is the standard error of ``size``, from ``units`` chunks of tokens.
+    ``share`` is the share of the squared gap that vanishes if this size along the direction is subtracted. ``whole`` is
+    the RMS of the gap over the RMS of the direction and the predicted rounding together. Between ``two`` engines the
+    size is -1 if the reference does what the suspect does; ``owner`` names the engine that does. If only some tokens
+    are compared, ``where`` says in words which.
     """
 
     suspect: Suspect
@@ -80,10 +80,10 @@ class Slope:
 
     @property
     def as_tested(self) -> bool:
-        """True if the engine may do what the suspect does: a setting has its full size, a number any size.
+        """True if the engine may do what the suspect does: a setting needs size 1, nearly, and a number any size.
 
-        Where an engine's own rounding is another draw, the slope may be small, but the gap has its whole size. Places
-        are tried only where the gap is more than rounding, and any of them may be the one.
+        For a suspect that rounds, the engine may draw other roundings: the slope is then small, while the whole gap is
+        as large as predicted. Places are tried only if the gap is more than rounding, so each of them may be the cause.
         """
         size = abs(self.size) if self.two else self.size
         if self.suspect.rounds:
@@ -92,7 +92,7 @@ class Slope:
 
     @property
     def full(self) -> bool:
-        """True if a setting has the size 1, as far as it is known: what the engine does is not only like it."""
+        """True if a setting has size 1 up to its error, so that the engine does it, and not only something like it."""
         free = self.suspect.slope or self.suspect.place or self.suspect.rounds or self.suspect.in_log
         return free or abs(abs(self.size) - 1) < max(OFF, 3 * self.error)
 
@@ -131,10 +131,10 @@ def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> t
 
 
 class Directions:
-    """What the suspects ``tried`` do in fp32 to the log-probabilities of ``sequences``; each pass is run once.
+    """Changes of the log-probabilities of ``sequences`` in fp32 by the suspects ``tried``; each pass is run once.
 
-    Those that only read the logits of the ``model`` in another way need no pass of their own, if ``see`` sees these. If
-    there is an ``other`` checkpoint, an engine may have its weights.
+    A suspect that only reads the ``model``'s logits in another way needs no pass of its own if ``see`` gets the logits.
+    If there is an ``other`` checkpoint, the engine may have loaded weights from it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Directions:
         return [each for path in block_paths(self.model) for each in in_one_block(self.model, path, along)]
 
     def around(self, found: Sequence[Slope], rank: int = 0) -> list[Suspect]:
-        """The suspects of one block: that of the place which explains most, of those ``found``, or of a later rank."""
+        """The suspects of one block: the block whose place in ``found`` explains most, or the next ones by ``rank``."""
         places = [each.suspect.name.removeprefix(PLACE) for each in ranked(found) if each.suspect.place]
         blocks = dict.fromkeys(block[0] for place in places if (block := block_of(place)))
         return [suspect for block in [*blocks][rank : rank + 1] for suspect in around(self.model, block)]
@@ -196,9 +196,9 @@ class Directions:
         return np.concatenate(found) - gap.tokens.fp32.to_numpy()
 
     def run(self, suspect: Suspect, lengths: pd.Series) -> None:
-        """Keep log-probabilities of sequences after their first token, up to these ``lengths`` by number, or further.
+        """Store log-probabilities under ``suspect``: at least ``lengths`` of them for each sequence, by its number.
 
-        Later tokens change nothing before them (``cut``).
+        They begin with the second token. Sequences are ``cut`` behind the last: later tokens change nothing before.
         """
         device, windows = next(self.model.parameters()).device, {}
         for number, last in lengths.items():
@@ -254,7 +254,7 @@ def slopes(gap: Gap, tried: Iterable[Suspect], directed: Directed) -> list[Slope
 
 
 def ranked(found: Iterable[Slope]) -> list[Slope]:
-    """Slopes ``found``, those first that may be the cause, and of these those that explain most."""
+    """Slopes ``found``, sorted: slopes that may be the cause come first, then those that explain more of the gap."""
     return sorted(found, key=lambda each: (each.as_tested, each.share), reverse=True)
 
 
@@ -300,10 +300,10 @@ def largest(rows: pd.DataFrame, predicted: float) -> pd.DataFrame:
 
 
 def likely(gap: Gap, part: Gap, tried: Sequence[Suspect], directed: Directed) -> list[Slope]:
-    """The slopes over ``part`` of the LIKELY suspects that explain most of the sequence with the larger gap in it.
+    """The slopes over ``part`` of the LIKELY suspects that explain most of its sequence with the largest gap.
 
-    Of shorter sequences than CHUNK tokens there are several. Suspects that more tokens of ``gap`` could not decide are
-    left out.
+    If sequences are shorter than CHUNK tokens, several are taken. Suspects that stay undecided even with all tokens of
+    ``gap`` are left out.
     """
     first = part.only(part.loudest)
     times = len(gap.tokens) / len(first.tokens)

@@ -255,7 +255,7 @@ def some_sequences(gap: Gap, directed: Directions) -> list[Slope]:
 
 
 def undecided(gap: Gap, found: Sequence[Slope]) -> bool:
-    """True if no suspect that was ``found`` is the cause of ``gap``, or it explains less than SURE of the rest."""
+    """True if no suspect in ``found`` is the cause of ``gap``, or if the cause explains less than SURE of the rest."""
     return judge(gap, found).cause is None or unexplained(gap, found, SURE)
 
 

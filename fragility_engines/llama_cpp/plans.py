@@ -58,7 +58,7 @@ def stored_bytes(model: Any, plan: Plan) -> int:
 def plans_beside(
     model: Any, mixes: Sequence[str], tokens: Tensor, types: Sequence[str] = TYPES, probes: int = 1
 ) -> list[Made]:  # fmt: skip
-    """Each of ``mixes``, and the plan of least KL over ``types`` that is no larger; predictions over ``tokens``."""
+    """Each of ``mixes``, followed by the plan over ``types`` of the same size or less with the least predicted KL."""
     names = [f"ggml-{name}" for name in types]
     found = predictions(model, names, tokens, "kl", probes=probes)
     choices = Choices(model, found, chosen_groups(model, tokens[:1], get_recipe(names[0])))
@@ -121,7 +121,7 @@ def compared(
 
 
 def table_for(asked: argparse.Namespace) -> pd.DataFrame:
-    """The table of ``compared`` for what was asked; raises ValueError for mixes and types that are not known, too."""
+    """The table of ``compared`` for the options ``asked``. Raises ValueError also for unknown mixes or types."""
     mixes, types = asked.mixes.split(), asked.types.split()
     for kind, names, known in (("mix", mixes, MIXES), ("type", types, WEIGHTS)):
         if strange := [name for name in names if name not in known]:

@@ -39,7 +39,7 @@ class Server:
     top: int = 5
 
     def score(self, window: Text) -> Scored:
-        """The log-probabilities of ``window``. Raises ServerError, also for an answer that is of something else."""
+        """The log-probabilities of ``window``. Raises ServerError, also if the answer scores other tokens or none."""
         try:
             return ENGINES[self.engine](self, window)
         except ValueError as error:
@@ -69,7 +69,7 @@ def detected(client: Client, engine: str = "", top: int = 5) -> Server:
 
 
 def answer(client: Client, path: str) -> dict[str, Any] | None:
-    """The answer of ``client`` at ``path``; None if it does not know it."""
+    """The answer of ``client`` at ``path``; None if the server does not know the path."""
     try:
         return client.ask(path)
     except ServerError as error:
@@ -96,7 +96,7 @@ def checked(found: Scored, tokens: Sequence[int], unscored: int = 1) -> Scored:
 
 
 def only(answered: dict[str, Any]) -> Scored:
-    """The one sequence of an answer. Raises ValueError for another number."""
+    """The sequence of an answer. Raises ValueError if it has none or several."""
     found = of_answer(answered)
     if len(found) != 1:
         raise ValueError(f"the answer must be of one sequence, got {len(found)}")

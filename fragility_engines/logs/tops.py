@@ -1,4 +1,4 @@
-"""What is known from the most probable tokens of each position: a bound on KL, and changes of the most probable one."""
+"""Results from the most probable tokens of each position: a bound on KL, and changes of the most probable token."""
 
 from collections.abc import Sequence
 

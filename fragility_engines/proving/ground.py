@@ -52,7 +52,7 @@ class Ground:
 
     @cached_property
     def directed(self) -> Directions:
-        """Every suspect's direction; each is computed once."""
+        """The directions of all suspects; each is computed once."""
         tried = suspects(self.model, Facts.of(self.sequences, self.bos))
         return Directions(self.model, self.sequences, tried, self.other)
 

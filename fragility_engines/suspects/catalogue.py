@@ -27,7 +27,7 @@ NO_CAP = 1e6  # as a softcap does nothing, and some configurations take no None
 
 @dataclass(frozen=True)
 class Facts:
-    """What a log and a tokenizer tell of texts.
+    """Facts about texts, from a log and a tokenizer.
 
     ``first`` is the first token of the first sequence, and ``shared`` are the tokens with which all begin, if there are
     several. ``longest`` is the length of the longest sequence. ``before`` is the largest number of tokens before the

@@ -120,7 +120,7 @@ def axis_of_both(module: Any) -> int:
 
 
 def rolled(by: int, value: Tensor) -> nn.Parameter:
-    """``value`` (experts, ...) with the rows of the expert that is ``by`` places behind each."""
+    """``value`` (experts, ...) in which each expert has the rows of the expert that is ``by`` places after it."""
     return new(value.roll(-by, 0))
 
 

@@ -1,7 +1,7 @@
 """Suspects of recipes: an engine that stores weights, inputs of products or its cache in fewer bits than it is said to.
 
-Each is the model quantized so, beside kernels in fp32. Rounded weights are the same in every engine. Rounded inputs and
-caches are not, as they follow what kernels gave: an engine goes along such a direction for a part of its way.
+Each is the model quantized so, with kernels in fp32. Rounded weights are the same in every engine. Rounded inputs and
+caches are not, as they depend on the results of kernels: an engine's gap is only partly along such a direction.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def scatters(name: str) -> bool:
 
 @contextmanager
 def lowered(recipe: str, model: PreTrainedModel) -> Iterator[Any]:
-    """A context with ``model`` under a plain ``recipe``, or quantized by another one beside kernels in fp32."""
+    """A context with ``model`` lowered by ``recipe``. If the recipe is not plain, kernels compute in fp32."""
     low = lower(model, recipe if get_recipe(recipe).plain else f"{recipe}@fp32")
     with low.running():
         yield low.model

@@ -234,7 +234,7 @@ def interleaved(size: int) -> Tensor:
 
 
 def apart(size: int) -> Tensor:
-    """The order in which RoPE's pairs stand in halves of a head of this ``size``, if they stood side by side."""
+    """Indices (``size``,) that move RoPE's pairs of a head from side by side into its two halves."""
     return torch.arange(size).unflatten(0, (-1, 2)).T.flatten()
 
 

@@ -156,5 +156,5 @@ def frequent(by: float, z: Tensor, tokens: Tensor) -> Tensor:
 
 
 def present(by: float, z: Tensor, tokens: Tensor) -> Tensor:
-    """Logits ``z`` (T, V) that are less ``by`` a presence penalty for tokens that were there."""
+    """Logits ``z`` (T, V) less the presence penalty ``by`` for each token that occurred before."""
     return z - by * seen(z, tokens)

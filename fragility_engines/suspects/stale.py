@@ -82,8 +82,8 @@ class Checkpoint:
     def suspects(self) -> Iterator[Suspect]:
         """Suspects that the engine has this checkpoint, or some weights from it and all others from the model.
 
-        The latter are those of one block, of a stage of a pipeline, of one layer or branch in all blocks, of all norms,
-        of one module outside of blocks, and of a head that is tied to the embedding with it.
+        Such weights are those of one block, one stage of a pipeline, one layer or branch in all blocks, all norms, one
+        module outside of blocks, or a head together with the embedding that it is tied to.
         """
         look = "which weights the engine was given last, and whether it merged the adapter"
         yield Suspect(f"the checkpoint {self.name}", look, assigning(self.values))

@@ -195,7 +195,7 @@ def arranged(module: Any, order: Tensor, inputs: bool = False) -> Values:
 
 @contextmanager
 def rearranged(layers: Sequence[Any], order: Tensor, model: nn.Module) -> Iterator[None]:
-    """A context in which the outputs of linear ``layers`` are in another ``order``: copies are made in it alone."""
+    """A context in which the outputs of linear ``layers`` are in another ``order``; the copied weights last as long."""
     with assigned([value for layer in layers for value in arranged(layer, order)]):
         yield
 

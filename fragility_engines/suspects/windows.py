@@ -80,10 +80,10 @@ def itself(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 def packed(model: PreTrainedModel, lengths: Sequence[int], begin: Sequence[int]) -> list[Suspect]:
-    """Suspects of sequences of these ``lengths`` that see those before them in their row.
+    """Suspects of packed rows: sequences of these ``lengths`` see the sequences before them in their row.
 
-    Sequences with the numbers ``begin`` are the first of their rows. Empty if that is each, or if a row has more than
-    PACKED tokens, or is longer than a context behind which the model has no positions: RoPE alone goes on.
+    The sequences with the numbers ``begin`` are the first of their rows. Empty if every sequence is first, if a row has
+    more than PACKED tokens, or if it is longer than the context of a model without RoPE, which has no more positions.
     """
     before = tuple(number - max(first for first in begin if first <= number) for number in range(len(lengths)))
     longest = max(sum(lengths[number - count : number + 1]) for number, count in enumerate(before))
@@ -133,7 +133,7 @@ def beyond(size: int, places: Tensor) -> Tensor:
 
 @contextmanager
 def hiding(modules: Sequence[nn.Module], unseen: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
-    """A context in which attention ``modules`` do not see what is ``unseen`` (T, T) from places (T,)."""
+    """A context in which attention ``modules`` see no token that ``unseen`` marks (T, T), a function of places (T,)."""
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if "attention_mask" not in kwargs:

@@ -46,7 +46,7 @@ class Flips:
         return pd.Series(shares, dtype=float)
 
     def with_plan(self, prediction: Prediction, planned: pd.Series | None) -> pd.Series | None:
-        """``changed`` with a plan that lowers the ``prediction`` to ``planned``, by window; None without a plan."""
+        """The share ``changed`` by window, under a plan with the predicted error ``planned``; None without a plan."""
         if planned is None:
             return None
         shares = planned / prediction.windows.set_index("window").predicted

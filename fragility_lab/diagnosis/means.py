@@ -87,9 +87,9 @@ def in_unit(diagnosis: Diagnosis, predicted: float) -> float:
 
 
 def helps(diagnosis: Diagnosis) -> bool | None:
-    """True if the measured error is smaller with the plan, mean over windows; None if unmeasured, or 0 without it.
+    """True if the plan lowers the measured error, mean over windows; None if unmeasured, or if the error is 0 anyway.
 
-    Of a plan for a budget of KL, which is a limit, it is True if the measured one is not above it (up to TOLERATED).
+    A budget of KL is a limit: a plan for it helps if the measured KL is at most TOLERATED times the budget.
     """
     if diagnosis.protected is None or diagnosis.measured is None:
         return None

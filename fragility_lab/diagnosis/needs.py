@@ -221,7 +221,7 @@ def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int
 
 
 def reads_a_batch(request: Request, model: PreTrainedModel) -> int:
-    """The number of reads of a streamed model for windows that share them, if fp32 passes are measured.
+    """The number of times that a streamed model is read for one batch of windows, if fp32 passes are measured.
 
     An estimate reads the model forward and backward at each end. One more estimate, at one end, finds the errors that
     act together. Choices of experts are compared in two passes.

@@ -117,7 +117,7 @@ def with_remedy(
 
 
 def execution_of(plan: Plan, recipe: Recipe, execution: str) -> str:
-    """How a ``plan`` runs: as the model in ``recipe`` does, or as its own format can if that is another one."""
+    """The ``execution`` of a model with ``plan``; "auto" if the plan has another format than ``recipe``."""
     return execution if plan.format == recipe.name or execution == "weights" else "auto"
 
 

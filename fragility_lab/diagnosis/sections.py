@@ -51,10 +51,10 @@ def level_of(kl: float) -> str:
 
 
 def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
-    """How much rounding matters: a level of MEANING, "overflows" or "unmeasured", and the numbers that say so.
+    """The level of the error (a level of MEANING, "overflows" or "unmeasured"), and the numbers that it follows from.
 
-    ``lost`` counts the windows without finite numbers, but for those ``in_fp32``, which have none there either.
-    ``finite`` counts the others among the rows of ``measured``.
+    ``in_fp32`` counts the windows without finite numbers in fp32, ``lost`` those without them in low precision alone,
+    and ``finite`` the other windows among the rows of ``measured``.
     """
     windows = pd.DataFrame() if diagnosis.prediction is None else diagnosis.prediction.windows
     lost = {*windows.window[~windows.overflow.isin(["", "the gradient"])]} if len(windows) else set()
@@ -74,7 +74,7 @@ def headline(diagnosis: Diagnosis, measured: pd.DataFrame | None) -> dict:
 
 
 def setting(diagnosis: Diagnosis) -> str:
-    """What the numbers of the page hold for: format, attention and windows."""
+    """The conditions that the numbers of the page hold for: format, attention and windows."""
     request, attention = diagnosis.request, {"sdpa": "fused attention (sdpa)", "eager": "eager attention"}
     windows = f"{request.windows} window{'s' * (request.windows > 1)} of {request.length} tokens"
     return ", ".join(filter(None, (request.described, attention.get(diagnosis.attention), windows)))

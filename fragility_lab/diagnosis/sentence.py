@@ -36,9 +36,9 @@ class Beginning:
 
 @torch.no_grad()
 def beginning(model: PreTrainedModel, low: LowPrecision, windows: Mapping[int, Tensor]) -> Beginning:
-    """Of the beginnings of the first few ``windows`` (1, T): that after which ``low`` errs by the largest margin.
+    """The beginning of one of the first few ``windows`` (1, T) after which ``low`` errs by the largest margin.
 
-    One pass of each model has all of them.
+    One pass of each model covers all beginnings.
     """
     room = next(iter(windows.values())).shape[1]
     most = min(MOST, room - count_in(room))
@@ -62,9 +62,9 @@ def broken(
     found: Diagnosis, model: PreTrainedModel, windows: Mapping[int, Tensor], low: LowPrecision,
     kept: Callable[[Plan], LowPrecision], most: int = EXPLAINED,
 ) -> dict[str, Any]:  # fmt: skip
-    """What ``model`` and ``low`` write after a beginning of the ``windows``, as ``continued`` tells it.
+    """The texts that ``model`` and ``low`` write after a beginning of the ``windows``, in the form of ``continued``.
 
-    ``kept`` is ``low`` with a plan. The first ``most`` words that ``low`` changes get their causes.
+    ``kept`` applies a plan to ``low``. Causes are found for the first ``most`` words that ``low`` changes.
     """
     begun = beginning(model, low, windows)
     window = windows[begun.window]

@@ -20,11 +20,11 @@ MANY = 4  # windows for which a second estimate is timed: the first takes up to 
 
 
 class Timing(NamedTuple):
-    """Seconds of the work from which the steps of a diagnosis are made.
+    """Seconds that the kinds of work take of which a diagnosis consists.
 
-    ``making`` an estimator happens once. An ``estimate``, and a ``measurement`` that compares a pass with the one in
-    fp32, are for one window. ``rounding`` all weights by the other schemes of a choice may take longer than by the
-    first.
+    ``making`` an estimator happens once. An ``estimate``, and a ``measurement`` that compares a low-precision pass with
+    the fp32 pass, are for one window. ``rounding`` is the time by which the other schemes of a choice round all weights
+    slower than the first.
     """
 
     making: float
@@ -48,7 +48,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def run(cls, request: Request, loaded: Inputs, tokens: Tensor) -> "Timing":
-        """Time each kind of work; the last of two estimates, where many follow. Raises the errors of ``Adjoint``."""
+        """Time each kind of work; before many estimates, time a second one. Raises the errors of ``Adjoint``."""
         low, window, start = low_model(request, loaded, tokens), tokens[:1], seconds(loaded.device)
         known = estimator(low, loaded.model, request.probes, request.measured_in)
         made = begun = seconds(loaded.device)
@@ -85,7 +85,7 @@ class Timing(NamedTuple):
 
 
 def slower(request: Request, model: nn.Module) -> float:
-    """The seconds in which the other schemes of ``request`` round the weights of ``model``, less those of the first."""
+    """The seconds by which each later scheme of ``request`` rounds ``model``'s weights slower than the first, added."""
     weights = [*linear_weights(model).values()]
     sample = max(weights, key=torch.numel).data.flatten(0, -2)
     sample = sample[: max(1, SAMPLE // sample.shape[-1])]

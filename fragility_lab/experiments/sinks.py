@@ -1,4 +1,4 @@
-"""Agreement of signals with the mismatch in models with attention sinks, on windows that chose none of the signals.
+"""Agreement of signals with the mismatch in models with attention sinks, on windows that no signal was chosen by.
 
 ``python -m fragility_lab.experiments.sinks --model MODEL --data TEXT --results FOLDER`` leaves the tables
 ``sinks_windows``, ``sinks_signals`` and ``sinks_layers`` in ``outputs/FOLDER/tables``. The formula of ``travel`` was

@@ -28,11 +28,11 @@ Words = list[int | None]  # tokens; None where logits are not finite
 
 @dataclass(frozen=True)
 class Version:
-    """The model in low precision, ``low``, by its ``name``; ``kept`` is what it becomes with a plan.
+    """The model in low precision, ``low``, with the ``name`` that is shown; ``kept`` applies a plan to it.
 
-    Of the words that it changes, the first ``most`` get their causes, and ``tried`` parts are kept, one at a time. A
-    pass that ends at a word makes other sums of the same numbers than one over the whole text, and these round
-    otherwise. If the places are ``apart``, each has a pass of its own, as in writing; else they share one.
+    Causes are found for the first ``most`` words that it changes; ``tried`` parts are kept in fp32, one at a time. A
+    pass that ends at a word orders its sums in another way than a pass over the whole text, so that it rounds
+    differently. If the places are ``apart``, each has its own pass, as in generation; else all share one.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Version:
     apart: bool = False
 
     def said(self, text: Tensor, start: int) -> Words:
-        """What the model says in each place of ``text`` (1, T) from ``start`` on."""
+        """The model's most probable word in each place of ``text`` (1, T) from ``start`` on."""
         if not self.apart:
             return next_tokens(self.low.model, text[:, :-1], start, self.low)
         ends = range(start, text.shape[1])
@@ -90,7 +90,7 @@ class Lead:
 
 
 def shares(prediction: Prediction, error: float) -> dict[str, list[dict[str, Any]]]:
-    """What each block and each kind of kernel adds to the ``error`` of a lead, signed, in logits.
+    """The signed contributions of blocks and of kinds of kernels to the ``error`` of a lead, in logits.
 
     With secant slopes the contributions add up to the error, up to the sign of the one probe.
     """
@@ -110,9 +110,9 @@ def shares(prediction: Prediction, error: float) -> dict[str, list[dict[str, Any
 def savers(
     version: Version, known: Contributions, prediction: Prediction, error: float, text: Tensor, place: int, wanted: int
 ) -> list[str]:  # fmt: skip
-    """Of the parts whose errors push most against the token ``wanted`` in a ``place``: those enough to keep it.
+    """The parts of which one alone in fp32 keeps the token ``wanted`` in a ``place`` of ``text`` (1, T).
 
-    Each was run over ``text`` (1, T) in fp32, one at a time.
+    Tried are the ``version.tried`` parts whose errors push most against that token.
     """
     signed = prediction.contributions.groupby("place").signed.sum().to_numpy()
     signed = signed if signed.sum() * error >= 0 else -signed
@@ -126,9 +126,9 @@ def savers(
 
 
 def explained(model: PreTrainedModel, version: Version, text: Tensor, place: int, other: int) -> dict[str, Any]:
-    """Why ``version`` says the token ``other`` in a ``place`` of ``text`` (1, T), in which fp32 says the text's token.
+    """The causes for the token ``other`` of ``version`` in a ``place`` of ``text`` (1, T), where fp32 says the text's.
 
-    The pass is that which said so. Empty if the tokens are level there, but for the order of sums in fp32.
+    They are found in the pass that said ``other``. Empty if only the order of sums in fp32 sets the two tokens apart.
     """
     wanted, before = int(text[0, place]), text[:, : place if version.apart else -1]
     lead = Lead(wanted, other, place)
@@ -149,8 +149,8 @@ def continued(
 ) -> dict[str, Any]:  # fmt: skip
     """The ``count`` tokens that ``model`` writes after ``prompt`` (1, T) in fp32 and as ``versions``, as plain data.
 
-    ``spell`` gives the text of a token. ``changed`` has every word of the fp32 text in whose place a version would have
-    said another one, the first few with their causes.
+    ``spell`` gives the text of a token. ``changed`` lists the places of the fp32 text in which a version would have
+    said another word, the first few with their causes.
     """
     start = prompt.shape[1]
 

@@ -79,7 +79,7 @@ def x1_realisations(table: pd.DataFrame) -> Axes:
 
 @style()
 def x1_sites(shares: pd.DataFrame) -> Axes:
-    """Share of the error variance by kind of site, one bar per format and window length. Small shares are one."""
+    """Share of the error variance by kind of site, one bar per format and window length. Small shares are summed."""
     ordered = shares[[site for site in SITE_ORDER if site in shares]]
     small = ordered.columns[ordered.max() < SMALL_SHARE]
     ordered = ordered.drop(columns=small).assign(**({"other": ordered[small].sum(axis=1)} if len(small) else {}))

@@ -66,7 +66,7 @@ def x2_recipes(table: pd.DataFrame, title: str = "X2: recipes, predicted over me
 
 @style()
 def x2_layers(layers: pd.DataFrame) -> Axes:
-    """Measured over predicted KL of every group of layers alone, one colour for each recipe."""
+    """Measured against predicted KL, one point for each group of layers rounded alone, and one colour per recipe."""
     axes = canvas(5.0, 4.4)
     sns.scatterplot(layers, x="predicted", y="measured", hue="recipe", style="recipe", s=30, ax=axes)
     values = layers[["predicted", "measured"]]

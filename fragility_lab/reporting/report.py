@@ -140,7 +140,7 @@ def column(name: str, tables: Tables) -> dict[str, Any]:
 
 
 def held(columns: Sequence[dict[str, Any]], kind: str, experiments: Sequence[str]) -> tuple[int, int]:
-    """How many claims of ``experiments`` hold on models of ``kind``, and how many were tested on them."""
+    """The number of claims of ``experiments`` that hold on models of ``kind``, and the number tested on them."""
     of_kind = [each["claims"].obj for each in columns if each["kind"] == kind]
     rows = pd.concat(of_kind or [columns[0]["claims"].obj[:0]])
     verdicts = rows.verdict[rows.experiment.str[:2].isin(experiments) & (rows.verdict != NOT_RUN)]

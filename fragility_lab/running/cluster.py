@@ -79,7 +79,7 @@ def _local(threads: int | None) -> LocalCluster:
 
 
 def _replace_failed(cluster: LocalCluster, workers: int) -> None:
-    """Restart workers that died before their start was over; Dask itself restarts only others."""
+    """Restart workers that died while starting; Dask itself restarts only workers that had started."""
     failed = sum(worker.status in (Status.failed, Status.closed) for worker in cluster.workers.values())
     if failed > 3 * workers:
         raise RuntimeError(

@@ -1,6 +1,6 @@
-"""What the server imports whose forks are workers: in four fifths of the time, as no garbage is looked for.
+"""Imports of the server whose forks are workers. Without garbage collection they take four fifths of the time.
 
-Workers do not look through these objects either, and so go on sharing their memory.
+The workers do not collect these objects either, so that all go on sharing their memory.
 """
 
 import gc
