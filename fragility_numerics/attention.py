@@ -134,7 +134,7 @@ def observing_attention(model: PreTrainedModel) -> Iterator[None]:
 def require_plain_softmax(dropout: float, mask: Tensor | None, options: dict[str, Any]) -> None:
     """Raises ValueError where a model asks for more than a softmax of scaled products, some of them masked."""
     if dropout:
-        raise ValueError(f"observed attention needs a model in eval mode, got attention dropout {dropout}")
+        raise ValueError(f"observed attention needs eval mode, got attention dropout {dropout}: call model.eval()")
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(
             f"observed attention takes masks that are True where a key may be seen, got one of {mask.dtype}: this "

@@ -262,7 +262,7 @@ def require_weights_in_place(model: nn.Module) -> None:
 def require_no_autocast() -> None:
     """Raises ValueError within ``torch.autocast``, whose dtypes are others than those of the operands."""
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-        raise ValueError("kernels must compute in the dtypes of their operands, got torch.autocast: leave it")
+        raise ValueError("kernels must compute in the dtypes of their operands, got torch.autocast: leave its context")
 
 
 def require_plain_torch() -> None:

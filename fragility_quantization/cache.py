@@ -83,12 +83,12 @@ def store_cache(model: nn.Module, stored: NumberFormat, kept: Collection[str] = 
     """
     base: Any = base_of(model)
     if "past_key_values" not in signature(base.forward).parameters:
-        raise ValueError(f"a KV cache needs a decoder with attention, got {type(model).__name__}, which takes no cache")
+        raise ValueError(f"a KV cache needs a decoder that takes one, got {type(model).__name__}: take another recipe")
     if isinstance(stored, GgmlType):
         config = base.config.get_text_config(decoder=True)
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if width % stored.size:
-            raise ValueError(f"heads must be whole blocks of {stored.size} for a cache in {stored.name}, got {width}")
+            raise ValueError(f"{stored.name} caches whole blocks of {stored.size}, got heads of {width}: take kv-fp8")
     base.register_forward_pre_hook(partial(give_cache, stored, cached_layers(model, kept)), with_kwargs=True)
 
 
@@ -118,5 +118,5 @@ def give_cache(
     if given is None:
         given = DynamicCache(config=model.config.get_text_config(decoder=True))
     elif given.get_seq_length():
-        raise ValueError("a rounded KV cache must be filled from the start, got a cache that other passes have filled")
+        raise ValueError("a rounded KV cache must be filled from the start, got one that holds tokens: give an empty")
     return args, kwargs | {"past_key_values": rounded(given, stored, kept), "use_cache": True}

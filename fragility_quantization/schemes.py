@@ -59,13 +59,13 @@ class Scheme:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if (self.granularity in ("group", "block")) != (self.size > 0):
-            raise ValueError(f"size counts the entries of a group or block, got {self.size} for a {self.granularity}")
+            raise ValueError(f"size must be above 0 for a group or block, else 0: got {self.granularity}, {self.size}")
         if (self.rule in ("floor", "ceil")) != (self.scale == "e8m0"):
             raise ValueError(f'the rule of e8m0 scales is "floor" or "ceil", got {self.rule!r} for {self.scale}')
         if self.rule in ("range", "signed") and self.format.lowest is None:
             raise ValueError(f'only integers have the rule "{self.rule}", got {self.format.name}')
         if not self.symmetric and (self.format.lowest is None or self.scale in ("e8m0", "e4m3") or self.rule == "mse"):
-            raise ValueError("only integers with scales in fp32 or bf16, by the largest value, may be asymmetric")
+            raise ValueError(f"only integers in fp32 or bf16 scales, not by mse, may be asymmetric, got {self.name}")
         if self.static and (self.granularity, self.symmetric, self.rule == "mse") != ("tensor", True, False):
             given = f"one for a {self.granularity}, symmetric={self.symmetric}, rule={self.rule!r}"
             raise ValueError(f"a static scheme has one scale for the whole tensor by its largest input, got {given}")
@@ -185,7 +185,7 @@ class Scheme:
     def _largest(self, groups: Tensor) -> Tensor:
         if self.static:
             if self.largest_input is None:
-                raise ValueError(f"{self.name} needs the largest input of its layer: calibrate the recipe over windows")
+                raise ValueError(f"{self.name} needs its layer's largest input, got none: calibrate it over windows")
             return groups.new_tensor(self.largest_input).clamp_min(SMALLEST)
         measured = torch.where(is_measured(groups), groups, 0.0).abs()
         return measured.amax(-1, keepdim=True).clamp_min(SMALLEST) if groups.numel() else groups

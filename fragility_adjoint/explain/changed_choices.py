@@ -48,7 +48,7 @@ def next_tokens(
     ``exact`` (B, T, vocabulary) are the logits without errors, if known. Raises ValueError for no ``draws``.
     """
     if draws < 1:
-        raise ValueError(f"a choice needs at least one realisation of the errors, got {draws} draws")
+        raise ValueError(f"draws, the realisations of the errors, must be at least 1, got {draws}")
 
     def run(model) -> Tensor:
         return logits(model, tokens)  # (B, T, vocabulary)

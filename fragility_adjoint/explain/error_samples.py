@@ -208,7 +208,7 @@ class ErrorSamples:
     def _require_errors(self) -> None:
         if not self.at.exact:
             raise ValueError(
-                'a share of the errors is taken from the fp32 reference on: make the Adjoint with gradients="both"'
+                'scaled errors need the fp32 pass, got none: round to nearest, and make Adjoint with gradients="both"'
             )
 
     def _run(self, run: Callable[[nn.Module], Result], rounding: Rounding | None, base: str = "") -> Result:

@@ -103,7 +103,7 @@ class Choices:
         """
         recipes = {name: prediction.recipe for name, prediction in found.items()}
         if len(kernels := {recipe.kernels.name for recipe in recipes.values()}) != 1:
-            raise ValueError(f"recipes to choose from need kernels in one format, got {', '.join(sorted(kernels))}")
+            raise ValueError(f"recipes must have kernels of one format, got {', '.join(sorted(kernels))}: take one")
         if not all(len(prediction.finite) == len(prediction.windows) for prediction in found.values()):
             raise ValueError("a choice of schemes needs finite predictions, but some window overflows: leave it out")
         self.groups, (self.kernels,) = list(groups), kernels

@@ -173,7 +173,7 @@ class Contributions:
         number of units, and for one below the size of ``beside``.
         """
         if unit not in UNITS:
-            raise ValueError(f"a budget counts one of {', '.join(UNITS)}, got {unit!r}")
+            raise ValueError(f"the unit of a budget must be one of {', '.join(UNITS)}, got {unit!r}")
         if not isinstance(budget, int | np.integer) or isinstance(budget, bool):
             raise ValueError(f"a budget must be a whole number, got {budget!r}")
         if unit == "bytes" and budget < 0:
@@ -253,7 +253,7 @@ class Contributions:
         Raises ValueError for another unit.
         """
         if unit not in UNITS[:-1]:
-            raise ValueError(f"gains are those of {', '.join(UNITS[:-1])}, got {unit!r}")
+            raise ValueError(f"gains must be by one of {', '.join(UNITS[:-1])}, got {unit!r}")
         total = self.relative.sum() or 1.0
         plans = [self.unpriced(**{kind: [name]}) for kind, name in self._names(unit)]
         gains = [self.relative[self.vanishing(plan)].sum() / total for plan in plans]

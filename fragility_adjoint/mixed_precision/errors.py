@@ -153,7 +153,7 @@ def predict(
     """
     (windows, mask), chosen = as_windows(tokens, model), get_recipe(recipe)
     if needs_calibration(chosen) and mask is not None:
-        raise ValueError(f"static scales are measured over windows without padding, got a mask beside {chosen.name}")
+        raise ValueError(f"static scales of {chosen.name} need windows without padding, got a mask: leave padding away")
     low = lower(model, calibrated(model, chosen, windows))
     prediction = Adjoint(low, model, probes, seed, target)(windows, attention_mask=mask)
     return Errors(model, windows, prediction, probes=probes, seed=seed, attention_mask=mask)

@@ -114,13 +114,13 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     one that does not run or is not in force, for a residual stream or scores that cannot be kept, and in training mode.
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"a Plan is applied, got {plan!r:.60}: predict(...).plan(...) has an apply() of its own")
+        raise TypeError(f"apply takes a Plan, got {plan!r:.60}: predict(...).plan(...) has its own apply()")
     if model.training:
         raise ValueError("a plan is checked in a pass of the model in eval mode, got training mode: call model.eval()")
     require_modules(model, plan.modules)
     recipe = with_known_layers(model, plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens))
     if not recipe.rounds and (plan.modules or plan.residual or plan.scores):
-        raise ValueError(f"keeping parts in fp32 needs a format that rounds results, got {plan.format}")
+        raise ValueError(f"keeping parts in fp32 needs a format that rounds results, such as bf16, got {plan.format}")
     layers = map(owner, stored_weights(model, recipe))
     kept = {path: Operands() for path in layers if any(within(path, module) for module in plan.modules)}
     recipe = replace(recipe, layers=dict(recipe.layers) | kept, uncached=recipe.uncached | {*plan.modules})

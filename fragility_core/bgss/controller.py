@@ -37,9 +37,9 @@ class Controller:
         found = blocks(model)
         first = found[0].norm_1
         if first is None or any(None in (block.norm_1, block.norm_2) for block in found):
-            raise TypeError("a controller raises the epsilon of norms before sublayers, but this model lacks some")
+            raise TypeError("a controller needs a norm before each sublayer, got a block without: use a pre-norm model")
         if len(epsilons := {norm.eps for block in found for norm in (block.norm_1, block.norm_2) if norm}) > 1:
-            raise ValueError(f"a policy begins with one epsilon for all norms, got {sorted(epsilons)}")
+            raise ValueError(f"a policy begins with one epsilon for all norms, got {sorted(epsilons)}: make them equal")
         low = lower(model, format, execution)
         low.model.eval()
         known = {field.name for field in fields(policy_class(policy))}
@@ -57,7 +57,7 @@ class Controller:
         """
         window, mask = as_windows(tokens, self.model)
         if len(window) != 1:
-            raise ValueError(f"a controller observes one window (1, T) a step, got {len(window)}")
+            raise ValueError(f"a controller observes one window (1, T) a step, got {len(window)}: give one")
         if mask is not None and not mask.all():
             raise ValueError("a controller observes a window without padding, got a mask with 0: leave padding away")
         with evaluating(self.model):

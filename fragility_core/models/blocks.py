@@ -115,11 +115,11 @@ def blocks(model: PreTrainedModel) -> list[Block]:
     config = base.config.get_text_config()
     for setting in ("add_cross_attention", "is_encoder_decoder"):
         if getattr(config, setting, False):
-            raise TypeError(f"the monitor knows decoder blocks of one attention, got a model with {setting}=True")
+            raise TypeError(f"the monitor needs a decoder without cross-attention, got a model with {setting}=True")
     if not base.is_backend_compatible():
         raise TypeError(
             f"the monitor sees scores through transformers' attention interface, got {type(base).__name__}, "
-            "which computes them on its own"
+            "which computes its scores itself: predict its mismatch with fragility_adjoint"
         )
     found = [base.get_submodule(path) for path in block_paths(base)]
     _require_attention(base, [module for module in found if attention_modules(module)])

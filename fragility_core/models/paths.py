@@ -47,7 +47,7 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     what is no module, such as what ``lower`` returns.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a module is needed, got a {type(model).__name__}: of lower(...) give .model, when running")
+        raise TypeError(f"a torch module is needed, got a {type(model).__name__}: give low.model inside low.running()")
     require_tensor(tokens)
     if isinstance(model, PreTrainedModel):
         return base_of(model)(tokens, use_cache=False).last_hidden_state

@@ -125,7 +125,7 @@ class AttentionStatistics:
 
     def begin(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
         if hasattr(self, "rows"):
-            raise ValueError("the score needs a model that runs each block once a pass, got one that runs again")
+            raise ValueError("the score needs a model that runs each block once a pass, got a block that runs again")
         batch, heads, rows, _ = query.shape
         self.rows = reductions.sampled_rows(rows)
         self.scored, self.weighted = list[Tensor](), list[Tensor]()  # norms of segments, of scores and probabilities

@@ -50,7 +50,7 @@ class Patching:
         exact = [block.module for block in blocks(model)]
         paths, copies = block_paths(model), block_paths(low.model)
         if paths != copies:
-            raise ValueError(f"a model patches its own copy, got {len(paths)} blocks for {len(copies)} of it")
+            raise ValueError(f"low must be lowered from this model, got {len(copies)} blocks in place of {len(paths)}")
         named = {module: path for path, module in model.named_modules()}
         self.pairs = [(low.model.get_submodule(named[block]), block) for block in exact]
         self.positions: dict[int, tuple[Any, Any]] = {}  # rotary embeddings and the same in fp32, by the former's id
@@ -121,7 +121,7 @@ class Patching:
         A cache of keys and values is that of the low-precision pass, and must hold nothing of passes before.
         """
         if any(isinstance(each, Cache) and each.get_seq_length() > x.shape[1] for each in (*args, *kwargs.values())):
-            raise ValueError("a patched pass needs all tokens at once, got a cache that other passes have filled")
+            raise ValueError("a patched pass needs all tokens at once, got a cache of earlier ones: give no cache")
         args = tuple(None if isinstance(each, Cache) else each for each in args)
         kwargs = {name: None if isinstance(each, Cache) else each for name, each in kwargs.items()}
         if "position_embeddings" in kwargs:

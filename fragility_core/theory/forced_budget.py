@@ -27,7 +27,7 @@ def forced_protection(blocks: int, per_step: int, cooldown: int, budget: int) ->
     The condition is not in the paper. Raises ValueError for ``blocks`` or ``per_step`` below 1.
     """
     if min(blocks, per_step) < 1:
-        raise ValueError(f"blocks and actions a step must be at least 1, got {blocks} and {per_step}: give both")
+        raise ValueError(f"blocks and actions a step must be at least 1, got {blocks} and {per_step}")
     return cooldown >= ceil(blocks / per_step) and budget >= blocks
 
 

@@ -227,5 +227,5 @@ def test_strange_layers_and_recipes_are_refused():
     ):
         apply(model, Plan("bf16", layers=(("transformer.ln_f", "w4a16-g32"),)))
     found = predictions(model, ["bf16", "w4a16-g32@fp32"], TOKENS)
-    with pytest.raises(ValueError, match="kernels in one format, got bf16, fp32"):
+    with pytest.raises(ValueError, match="kernels of one format, got bf16, fp32: take one"):
         Choices(model, found, fused_layers(model, TOKENS))

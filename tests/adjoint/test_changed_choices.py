@@ -133,5 +133,5 @@ def test_flips_of_a_model_are_those_of_all_its_tokens():
     again = next_tokens(ErrorSamples(realisations.adjoint), TOKENS, 8)
     assert torch.equal(found.changes, again.changes)
     assert 0 < found.probabilities(0.2).mean() < found.probabilities().mean() < 1
-    with pytest.raises(ValueError, match="at least one realisation of the errors, got 0 draws"):
+    with pytest.raises(ValueError, match="draws, the realisations of the errors, must be at least 1, got 0"):
         next_tokens(realisations, TOKENS, 0)

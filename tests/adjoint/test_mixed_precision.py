@@ -647,7 +647,7 @@ def test_a_plan_for_weights_alone_is_applied_to_weights_alone(tiny_gpt2, tiny_to
     ("chosen", "message"),
     [
         (Plan("bf16", ("transformer.h.3",)), r"must be one of the model's with parameters, got 'transformer.h.3': see"),
-        (Plan("fp32", ("transformer.h.0",)), "needs a format that rounds results, got fp32"),
+        (Plan("fp32", ("transformer.h.0",)), "needs a format that rounds results, such as bf16, got fp32"),
         (Plan("bf8"), "a recipe must be known, got 'bf8'"),
     ],
 )
@@ -668,10 +668,10 @@ def test_a_module_that_does_not_run_is_refused():
     [
         (lambda known: known.plan(4), "the budget must be between 0 and the 3 blocks of the model, got 4"),
         (lambda known: known.plan(-1, "bytes"), "a budget of bytes must be at least 0, got -1"),
-        (lambda known: known.plan(1, "heads"), "a budget counts one of blocks, sites, modules, bytes, got 'heads'"),
+        (lambda known: known.plan(1, "heads"), "unit of a budget must be one of blocks, .*, bytes, got 'heads'"),
         (lambda known: known.plan(1.5), "a budget must be a whole number, got 1.5"),
         (lambda known: known.plan(True), "a budget must be a whole number, got True"),
-        (lambda known: known.gains("bytes"), "gains are those of blocks, sites, modules, got 'bytes'"),
+        (lambda known: known.gains("bytes"), "gains must be by one of blocks, sites, modules, got 'bytes'"),
         (lambda known: known.predict(Plan("fp16")), "for the format of the prediction, bf16, got fp16"),
         (lambda known: known.predict(Plan("bf16", ("head",))), "one of the model's with parameters, got 'head'"),
         (lambda known: known.keep(blocks=[3]), r"blocks must be between 0 and 2, got \[3\]"),

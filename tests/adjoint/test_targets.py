@@ -296,7 +296,7 @@ def test_decoding_token_by_token_reads_the_same_cache_as_one_pass(config, recipe
 
 def test_a_model_without_a_cache_of_keys_is_refused():
     mamba = fresh_model(MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=11))
-    with pytest.raises(ValueError, match="a KV cache needs a decoder with attention, got MambaForCausalLM"):
+    with pytest.raises(ValueError, match="a KV cache needs a decoder that takes one, got MambaForCausalLM"):
         lower(mamba, "kv-fp8")
 
 

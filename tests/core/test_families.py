@@ -599,7 +599,7 @@ OUTSIDE = {
     ),
     "own attention": (
         GPTNeoConfig(vocab_size=101, hidden_size=WIDTH, num_layers=1, attention_types=[[["global"], 1]], num_heads=4),
-        "attention interface, got GPTNeoModel, which computes them on its own",
+        "attention interface, got GPTNeoModel, which computes its scores itself: predict its mismatch",
     ),
     "norms of heads of their own": (
         CohereConfig(**GROUPED, use_qk_norm=True),

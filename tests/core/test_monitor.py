@@ -808,5 +808,5 @@ def test_a_score_refuses_what_it_cannot_use(tiny_gpt2, tiny_tokens, rows, unit_r
 def test_a_block_that_runs_twice_in_a_pass_is_refused():
     model = random_gpt2(TINY)
     model.transformer.h[2] = model.transformer.h[1]
-    with pytest.raises(ValueError, match="runs each block once a pass, got one that runs again"):
+    with pytest.raises(ValueError, match="runs each block once a pass, got a block that runs again"):
         Monitor(lower(model, "bf16"))(random_tokens(2, 8))

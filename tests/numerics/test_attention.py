@@ -172,7 +172,7 @@ def test_scaling_defaults_to_the_head_width(attending):
 
 def test_attention_dropout_is_refused(attending):
     case = attending((1, 1, 4, 4))
-    with pytest.raises(ValueError, match="needs a model in eval mode, got attention dropout 0.1"):
+    with pytest.raises(ValueError, match="observed attention needs eval mode, got attention dropout 0.1: call"):
         observed_attention(case.module, *case.inputs, None, dropout=0.1)
 
 

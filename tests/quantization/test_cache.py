@@ -41,7 +41,7 @@ def test_counters_of_others_may_run_inside(recipe, tiny_gpt2, tiny_tokens):
 def test_an_empty_cache_is_filled_with_rounded_numbers_and_a_filled_one_refused(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "kv-fp8@fp32")
     filled = tiny_gpt2(tiny_tokens, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="must be filled from the start, got a cache that other passes have filled"):
+    with pytest.raises(ValueError, match="must be filled from the start, got one that holds tokens: give an empty"):
         low(tiny_tokens, past_key_values=filled)
     given = DynamicCache()
     whole = low(tiny_tokens, past_key_values=given, use_cache=False)
@@ -108,7 +108,7 @@ def test_kept_attention_is_found_by_its_number(tiny_gpt2):
 def test_heads_of_no_whole_blocks_are_refused(width):
     """llama.cpp has no such cache either; the numbers would be stored in fp16."""
     config = GPT2Config(n_layer=1, n_embd=2 * width, n_head=2, n_positions=16, vocab_size=11)
-    with pytest.raises(ValueError, match=f"heads must be whole blocks of 32 for a cache in q8_0, got {width}"):
+    with pytest.raises(ValueError, match=f"q8_0 caches whole blocks of 32, got heads of {width}: take kv-fp8"):
         lower(random_gpt2(config), "kv-q8_0")
     lower(random_gpt2(GPT2Config(n_layer=1, n_embd=64, n_head=2, n_positions=16, vocab_size=11)), "kv-q8_0")
 
