@@ -61,7 +61,7 @@ _NAMES = {
 def lazily(package: str, names: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[..., Any], Callable[[], Any]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a ``package`` whose ``names`` load when used.
 
-    ``names`` has those of each module, of whatever package.
+    ``names`` lists the offered names by module; a module may be of any package.
     """
     modules = {name: module for module, offered in names.items() for name in offered}
 

@@ -33,7 +33,7 @@ def committed(*names: str) -> dict[str, Tables]:
 
 
 def rounded(values: Iterable[float], places: int = 3) -> list[float]:
-    """``values`` with so many significant digits; whole ones as integers, which are shorter."""
+    """``values`` with the given number of significant digits; whole ones as integers, which are shorter."""
     short = (float(f"{value:.{places}g}") for value in values)
     return [int(value) if value.is_integer() else value for value in short]
 

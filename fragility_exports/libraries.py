@@ -74,7 +74,7 @@ def layers_of(plan: Plan, model: nn.Module) -> dict[str, Operands]:
 
 
 def named(paths: Sequence[str], many: int = MANY) -> str:
-    """The first of ``paths``, as ``many`` as there may be, and how many others there are."""
+    """The first ``many`` of ``paths`` as text, and the number of the others."""
     return ", ".join(paths[:many]) + (f" and {len(paths) - many} more" if len(paths) > many else "")
 
 
@@ -95,7 +95,7 @@ def dtype_of(plan: Plan) -> torch.dtype:
 
 
 def missing_parts(plan: Plan, library: str) -> list[str]:
-    """Parts of ``plan`` that no configuration of ``library`` can say."""
+    """Messages that name the parts of ``plan`` that no configuration of ``library`` can express."""
     kernels, computing = plan.recipe.kernels.name, of_dtype(dtype_of(plan)).name
     parts: dict[str, object] = {"the fp32 residual stream": plan.residual, "attention scores in fp32": plan.scores}
     parts["the KV cache"] = plan.recipe.cache is not None and not stores_cache(plan, library)
@@ -113,7 +113,7 @@ def stores_cache(plan: Plan, library: str) -> bool:
 
 
 def differences(library: str, stored: Any, role: str, path: str) -> list[str]:
-    """Name what ``library`` does otherwise with the ``role`` of ``path``; raises ValueError for what it lacks."""
+    """Name the differences of ``library`` from the scheme ``stored``; raises ValueError for a scheme that it lacks."""
     for formats, scales, weights, inputs, rules in KINDS[library] if isinstance(stored, Scheme) else ():
         asked = {stored.format.name: formats, stored.scale: scales}
         asked[stored.granularity] = weights if role == "weights" else inputs
@@ -198,7 +198,7 @@ def quantizer(stored: Any, name: str) -> dict[str, Any]:
 def compressed_tensors(plan: Plan, model: nn.Module) -> Export:
     """``plan`` as the quantization configuration of compressed-tensors, as of 0.20: one group for every scheme.
 
-    The same groups and ``ignore`` are those of llm-compressor's ``QuantizationModifier``.
+    llm-compressor's ``QuantizationModifier`` takes the same groups and ``ignore``.
     """
     layers, missing = quantized(plan, model, "compressed-tensors")
     groups: dict[Operands, list[str]] = {}
@@ -243,12 +243,12 @@ def torchao(plan: Plan, model: nn.Module) -> Export:
 
 
 def typed(kind: str, version: int = 1, **data: Any) -> dict[str, Any]:
-    """An object of torchao as its JSON has it."""
+    """An object of torchao in the form of its JSON."""
     return {"_type": kind, "_version": version, "_data": data}
 
 
 def layer_config(operands: Operands, path: str) -> dict[str, Any]:
-    """The configuration of torchao for the layer at ``path``; raises ValueError for weights beside other inputs."""
+    """The configuration of torchao for the layer at ``path``; raises ValueError if it cannot express the operands."""
     scheme: Any = operands.weights
     inputs: Any = operands.inputs
     size = scheme.size

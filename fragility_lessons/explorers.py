@@ -1,6 +1,6 @@
 """Pictures with controls that need no kernel: drawn once for every setting, or by a formula in the browser.
 
-The picture of each setting is what the lesson's own function draws (``drawing``). Those of the lessons are shipped, and
+The lesson's own function draws the picture of each setting (``drawing``). Pictures of lessons are shipped, and
 ``make shipped`` draws them again.
 """
 

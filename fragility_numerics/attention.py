@@ -10,9 +10,9 @@ others cannot do as fast:
 * ``observed_attention`` here shows its scores to an observer and runs in any arithmetic: natively, emulated, in fp32.
 * ``predictor.blockwise.BlockwiseAttention`` knows the local error of every rounding, and forms scores again in the
   backward pass. With autograd, ``observed_attention`` would keep all T x T tensors.
-* ``predictor.recomputed.RecomputedAttention`` is one of these two: the latter, or the library's fused kernel with
+* ``predictor.recomputed.RecomputedAttention`` is either ``BlockwiseAttention``, or the library's fused kernel with
   gradients by ``BlockwiseAttention``.
-* ``predictor.secant.attention`` spells that kernel out in functions that have secant slopes.
+* ``predictor.secant.attention`` writes the fused kernel as functions that have secant slopes.
 
 transformers knows the attention by name once ``set_attention``, or a context that calls it, has registered it.
 """
@@ -75,8 +75,8 @@ def future(rows: int, device: torch.device) -> Tensor:
 class Hiding:
     """Fills ``hidden`` (boolean) scores of ``dtype`` in place, by their bits: many times as fast as ``masked_fill_``.
 
-    Autograd cannot follow that. Where derivatives are asked for, or a mode ``follows_changes``, it is called all the
-    same.
+    Autograd cannot follow changes of bits. If derivatives are needed, or a mode ``follows_changes``, ``masked_fill_``
+    is called.
     """
 
     @torch.inference_mode(False)

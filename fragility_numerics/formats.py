@@ -177,7 +177,7 @@ def round_stochastically(x: Tensor, format: Format, generator: torch.Generator, 
 def random_bits(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
     """``count`` random bits an entry, int32 of the shape of ``like``; a draw of 64 bits gives two or four entries.
 
-    They are drawn on the device of the ``generator``, so that a model on several devices gets the bits of one on one.
+    They are drawn on the device of the ``generator``, so that they do not depend on how a model is spread over devices.
     """
     lane = torch.int16 if count <= 16 else torch.int32
     draws = torch.empty(-(-like.numel() * lane.itemsize // 8), dtype=torch.int64, device=generator.device)

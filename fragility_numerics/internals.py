@@ -1,8 +1,8 @@
 """The private names of torch and transformers that this package and the core use.
 
 None of their other files uses a private name (``tests/numerics/test_internals.py``). A library may drop one without
-notice. ``PRIVATE`` says why each is needed. The import of this module names one of torch's that is gone. Those of
-transformers, whose import takes seconds, are checked by the test.
+notice. ``PRIVATE`` says why each is needed. Importing this module fails, with the name, if torch has dropped one. The
+test checks the names of transformers, whose import takes seconds.
 """
 
 import copy
@@ -46,7 +46,7 @@ def private(name: str, reasons: Mapping[str, str] = PRIVATE) -> Any:
 
 
 def require(reasons: Mapping[str, str]) -> None:
-    """Raises ImportError unless torch has those of the names in ``reasons`` that are its own."""
+    """Raises ImportError if torch lacks one of the names in ``reasons`` that begin with "torch."."""
     for name in reasons:
         if name.startswith("torch.") and (torch.backends.mkldnn.is_available() or ".mkldnn." not in name):
             private(name, reasons)

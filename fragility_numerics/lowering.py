@@ -44,7 +44,7 @@ class Storing(NamedTuple):
 def how_stored(model: nn.Module, format: NumberFormat, widened: bool = False) -> dict[str, Storing]:
     """Ways to store each parameter of ``model`` in ``format``, by path; ``widened`` tensors are fp32 all the same.
 
-    Those that transformers keeps in fp32, and all in TF32, are in fp32.
+    Tensors that transformers keeps in fp32 stay in fp32, and so do all tensors if the format is TF32.
     """
     found, dtype = {}, format.compute_dtype
     for path, x in model.named_parameters():
@@ -62,8 +62,8 @@ def stays_fp32(model: nn.Module, path: str, dtype: torch.dtype) -> bool:
 def rounded_copy(model: nn.Module, storing: Mapping[str, Storing], buffers: NumberFormat | None = None) -> nn.Module:
     """A copy of ``model`` whose parameters are stored as ``storing`` says, by path.
 
-    Its ``stored_buffers`` are in the format ``buffers``, if one is given. The copy of a parameter whose entries lie
-    elsewhere is another such parameter, which is rounded whenever it is read.
+    Its ``stored_buffers`` are in the format ``buffers``, if one is given. If the entries of a parameter lie elsewhere,
+    so do those of its copy, which are rounded whenever they are read.
     """
 
     def stored(path: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -122,7 +122,7 @@ def stored_buffers(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def refuse_bare_calls(model: nn.Module) -> None:
-    """Let a call of ``model`` or its base outside of ``LowPrecision.running`` raise RuntimeError; not one of copies."""
+    """Let calls of ``model`` and its base (not of copies) raise RuntimeError outside of ``LowPrecision.running``."""
     for module in entrances(model):
         vars(module)["_called_in_running"] = id(module)
         module.register_forward_pre_hook(require_running, with_kwargs=True)
@@ -145,9 +145,9 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def require_running(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook before the forward of ``module``: raises RuntimeError for a call that would compute other numbers.
+    """A hook before the forward of ``module``: raises RuntimeError for a call outside of ``LowPrecision.running``.
 
-    Embeddings in place of tokens are given by those who ask what modules read, not for numbers.
+    Calls with embeddings in place of tokens pass: they ask what modules read, and their numbers are not used.
     """
     bare = vars(module)["_called_in_running"] == id(module) and id(module) not in _running.get()
     if bare and kwargs.get("inputs_embeds") is None:
@@ -159,7 +159,7 @@ def require_running(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 @contextmanager
 def fp32_sums() -> Iterator[None]:
-    """A GPU sums the products of 16-bit matrices in fp32 to the end; by default it may round parts of the sum."""
+    """A context in which a GPU sums products of 16-bit matrices in fp32; by default it may round parts of the sum."""
     settings = torch.backends.cuda.matmul
     with ExitStack() as stack:
         for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
@@ -182,12 +182,12 @@ class LowPrecision:
 
     @property
     def name(self) -> str:
-        """The unit roundoff of the format."""
+        """The name of the format."""
         return self.format.name
 
     @property
     def plain(self) -> bool:
-        """True if all that is rounded is rounded to ``format``."""
+        """True if every rounded number is rounded to ``format``."""
         return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +203,7 @@ class LowPrecision:
         return "emulated" if self.emulation.generator is None else "stochastic"
 
     def stochastic(self, seed: int) -> "LowPrecision":
-        """The same rounded weights, with each kernel's result rounded stochastically (Croci et al. 2022).
+        """This model with its rounded weights, and each kernel's result rounded stochastically (Croci et al. 2022).
 
         With equal seeds, the same passes in the same order give equal results; see ``formats.round_stochastically``.
         Raises ValueError where weights alone are in the format.
@@ -266,7 +266,7 @@ def require_no_autocast() -> None:
 
 
 def require_plain_torch() -> None:
-    """Raises ValueError where torch makes other tensors than a model in low precision needs."""
+    """Raises ValueError under autocast, inference mode, or a default dtype other than fp32."""
     require_no_autocast()
     if torch.is_inference_mode_enabled():
         raise ValueError("a model is lowered for gradients, too, got torch.inference_mode(): use torch.no_grad()")

@@ -43,9 +43,9 @@ def together(values: Iterable[Tensor]) -> list[Tensor]:
 def entering(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], move: Callable[..., Tensor] = Tensor.to
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """A hook before the forward of ``module``: its arguments on its device, where accelerate would move them later.
+    """A hook before the forward of ``module`` that moves its arguments to its device, before accelerate would do so.
 
-    The module's other hooks and its children then see the same tensors. ``move`` is given a tensor and the device.
+    The module's other hooks and its children then see the moved tensors. ``move`` gets a tensor and the device.
     """
     own = next(module.parameters(), None)
     device = None if own is None else own.device

@@ -1,7 +1,7 @@
 """Passes that run side by side, so that each part of an offloaded model is read once for all of them.
 
-Every pass has a thread of its own, and they take turns: a pass runs to the entrance of the next part, and waits there
-until the others have come to it, too. So all numbers are those of passes that run one after the other.
+Every pass has its own thread, and the threads take turns: a pass runs to the entrance of the next part, and waits there
+until all others have come to it, too. So all numbers are those of passes that run one after the other.
 """
 
 import threading

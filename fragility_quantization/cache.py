@@ -26,7 +26,7 @@ PAST = {"past_key_values", "layer_past"}  # arguments by which it gets the cache
 class RoundedCache(Cache):
     """A cache whose keys and values, (B, H, T, d), are rounded to ``stored`` as they come in (``rounded``).
 
-    Those of the layers with a number in ``kept`` stay as they are, and all of them where ``stored`` is None.
+    Layers with a number in ``kept`` store keys and values unrounded, and so do all layers if ``stored`` is None.
     """
 
     stored: NumberFormat | None
@@ -49,7 +49,7 @@ def rounded(cache: Cache, stored: NumberFormat, kept: Collection[int] = ()) -> R
 
 
 def cast_shared(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """A hook before attention that reads keys and values of another layer: they get the dtype of its own weights."""
+    """A hook before attention that reads keys and values of another layer: casts them to the dtype of its weights."""
     dtype = next(module.parameters()).dtype
     shared = {name: x for name, x in kwargs.items() if isinstance(x, UserDict)}
     return args, kwargs | {name: UserDict(map_tensors(dict(x), lambda y: y.to(dtype))) for name, x in shared.items()}
@@ -64,7 +64,7 @@ def unrounded(cache: Cache) -> Cache:
 
 
 def round_stored(x: Tensor, name: str, stored: NumberFormat) -> Tensor:
-    """``x`` as it is read again, in its dtype; a differentiated pass records the error at the place called ``name``."""
+    """``x`` rounded to ``stored``, in its dtype; a differentiated pass records the error at the place ``name``."""
     mode = current_function_mode()
     if hasattr(mode, "round_stored"):
         return mode.round_stored(x, name, stored)

@@ -72,7 +72,7 @@ class GgmlType:
         return FORMATS["fp16"] if other is None else other.of_width(width)
 
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
-        """``x`` as it is read again, in the dtype of ``x``: each row along the last dimension.
+        """``x`` rounded to the type, in the dtype of ``x``: each row along the last dimension.
 
         ``generator`` and ``copies`` are those of ``Format.round``: integers under the same scales are then drawn. ±inf,
         NaN and the lowest numbers, by which models mask, stay as they are, and have no part in scales.
@@ -145,7 +145,7 @@ WEIGHTS = tuple(name for name in TYPES if name != "q8_k")  # the types that file
 
 
 def inputs_beside(weights: NumberFormat) -> NumberFormat:
-    """The type to which llama.cpp's CPU kernels round what they multiply ``weights`` of a type by."""
+    """The type to which llama.cpp's CPU kernels round the inputs that they multiply by ``weights`` of a type."""
     if not isinstance(weights, GgmlType):
         return weights  # fp16 beside fp16
     return TYPES["q8_k" if weights.size == 256 else "q8_0"]

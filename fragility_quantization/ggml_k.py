@@ -108,7 +108,7 @@ def q4_k(x: Tensor) -> Grid:
 
 
 def q5_k(x: Tensor) -> Grid:
-    """The same as ``q4_k`` with one bit more an entry."""
+    """Groups of 32, as in ``q4_k``, with one bit more an entry."""
     return asymmetric(x, 31, steps(-0.5, 0.1, 15, 31), by_size(x), False, 63, as_byte)
 
 

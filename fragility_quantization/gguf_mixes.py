@@ -99,7 +99,7 @@ def is_70b(kind: str, shared: int) -> bool:
 
 
 def of_values(mix: str, base: str, i: int, count: int, known: tuple[int, bool, int]) -> str:
-    """The type of the values' matrix number ``i`` of ``count``; ``known`` are heads a key, whether 70B, and experts."""
+    """The type of value matrix ``i`` of ``count``; ``known`` are query heads a key, True for 70B, and experts."""
     shared, large, experts = known
     chosen = base
     match mix:

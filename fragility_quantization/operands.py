@@ -56,7 +56,7 @@ def weight_schemes(model: nn.Module, recipe: Recipe) -> dict[int, NumberFormat]:
 def with_known_layers(model: nn.Module, recipe: Recipe) -> Recipe:
     """``recipe`` with ``layers`` of ``model`` alone: linear layers of blocks, embeddings, and the head.
 
-    Those that a recipe of GGUF leaves open are filled in.
+    Layers for which a recipe of GGUF gives only a rule get their operands here.
 
     An embedding reads no numbers, so that it has operands for its weights only. A head that is tied to an embedding
     shares its matrix. The matrix is stored once, by the scheme of either name, and the embedding gives its rows in the
@@ -130,7 +130,7 @@ def owner(parameter: str) -> str:
 
 
 def rounded_weight(model: nn.Module, path: str, weight: Tensor, stored: NumberFormat) -> Tensor:
-    """The linear ``weight`` at ``path`` as it is read again: in rows along the inputs, which a product sums over."""
+    """The linear ``weight`` at ``path``, rounded to ``stored`` in rows along the inputs, which a product sums over."""
     turned = inputs_first(model.get_submodule(owner(path)))
     return stored.round(weight.mT).mT.contiguous() if turned else stored.round(weight)
 
@@ -154,7 +154,7 @@ def operands_by_storage(weights: Mapping[str, Tensor], recipe: Recipe) -> dict[i
 class RoundedOperands(FunctionMode):
     """A context in which the linear layers of ``model`` read their inputs as ``recipe`` says.
 
-    Under a stochastic ``emulation`` the rounding is, too. The rounding itself runs inside of ``paused()``.
+    Under a stochastic ``emulation`` inputs are rounded stochastically, too. The rounding runs inside of ``paused()``.
     """
 
     keeps_activations = True
@@ -171,7 +171,7 @@ class RoundedOperands(FunctionMode):
 
     @property
     def layers(self) -> dict[int, Operands]:
-        """The operands by the addresses of weights, which those of an offloaded model change whenever they are read."""
+        """The operands by the addresses of weights; weights of an offloaded model have new addresses at each read."""
         return operands_by_storage(self.weights, self.recipe) if self.offloaded else self._layers
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -67,7 +67,7 @@ class Recipe:
         return self.kernels.name not in ("fp32", "tf32") or not self.plain
 
     def beside(self, kernels: str) -> "Recipe":
-        """The same recipe beside kernels in another format, one of FORMATS."""
+        """This recipe with kernels in another format, one of FORMATS."""
         return replace(self, name=f"{self.name}@{kernels}", kernels=FORMATS[kernels])
 
 
@@ -136,7 +136,7 @@ def products(name: str, linear: Operands) -> Recipe:
 
 
 def everywhere(name: str, linear: Operands, ends: Operands | None = None) -> Recipe:
-    """The same with the embedding, which has the operands of the head: ``linear`` ones or those of ``ends``."""
+    """The recipe of ``products`` whose embedding and head have the operands ``ends``, or else ``linear``."""
     return replace(products(name, linear), embedding=ends or linear, head=ends or linear)
 
 

@@ -127,7 +127,7 @@ class Scheme:
         return dtype == torch.float32 or (self.scale == "e8m0" and dtype == torch.bfloat16)
 
     def round(self, x: Tensor, generator: torch.Generator | None = None, copies: int = 1) -> Tensor:
-        """``x`` as it is read again, in the dtype of ``x``: each row along the last dimension.
+        """``x`` rounded under the scheme, in the dtype of ``x``: each row along the last dimension.
 
         ``generator`` and ``copies`` are those of ``Format.round``. ±inf and the lowest numbers, by which models mask,
         stay as they are. Raises ValueError for a static scheme without its largest input.

@@ -26,9 +26,9 @@ def needs_calibration(recipe: Recipe) -> bool:
 
 
 def require_named(recipe: Recipe) -> None:
-    """Raises ValueError for a ``recipe`` that is not the one of its name, by which a plan has it.
+    """Raises ValueError unless ``recipe`` is the one that its name gives, since a plan stores only the name.
 
-    Static scales, and the layers of a mix, come from a model.
+    Static scales and the layers of a mix may differ: they come from a model.
     """
     named = get_recipe(recipe.name)
     if needs_calibration(named):

@@ -234,7 +234,7 @@ class Choices:
         return self._choice(self._knapsack.least_error(bits * self.weights))
 
     def within_bytes(self, size: float) -> Choice:
-        """The same as ``within_bits``, with at most ``size`` bytes for the whole model (``stored_bytes``)."""
+        """The choice of ``within_bits`` for at most ``size`` bytes of the whole model (``stored_bytes``)."""
         least = (self.least_bits * self.weights + self.fixed_bits) / 8
         if size < least:
             raise ValueError(

@@ -92,7 +92,7 @@ class Dequantized:
         return getattr(self.stored, name)
 
     def round(self, x: Tensor) -> Tensor:
-        """``x`` as it is read again, in ``dtype``."""
+        """``x`` rounded by ``stored``, in ``dtype``."""
         return self.stored.round(x).to(self.read)
 
 

@@ -79,7 +79,7 @@ class BlockwiseAttention:
     def probabilities_and_errors(
         self, query: Tensor, key: Tensor, rows: slice, out: Tensor, score_errors: Tensor, errors: Tensor
     ) -> None:
-        """The same as ``probabilities``, with the local errors of the scores and of the probabilities."""
+        """The result of ``probabilities``, with the local errors of the scores and of the probabilities."""
         torch.bmm(query, key.mT, out=score_errors)
         scores = self.round_scores(score_errors, out=out)
         score_errors.mul_(self.scaling)

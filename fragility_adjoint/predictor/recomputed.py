@@ -169,14 +169,14 @@ def of_weight(x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """The same as ``torch.addmm``, of a bias, values and weights."""
+    """The result of ``torch.addmm`` for a bias, values and weights."""
     if (beta, alpha) != (1, 1) or input.ndim != 1:
         return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha)
     return WeightProduct.apply(mat1, mat2, input)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same as ``torch.nn.functional.linear``."""
+    """The result of ``torch.nn.functional.linear``."""
     if input.ndim < 2:
         return functional.linear(input, weight, bias)
     return WeightProduct.apply(input.flatten(0, -2), weight.mT, bias).unflatten(0, input.shape[:-1])

@@ -120,7 +120,7 @@ def normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
 
 
 def layer_norm(input: Tensor, normalized_shape, weight=None, bias=None, eps: float = 1e-5, *options) -> Tensor:
-    """The same as ``torch.layer_norm``, of elementary functions."""
+    """The result of ``torch.layer_norm``, by elementary functions."""
     dims = tuple(range(-len(normalized_shape), 0))
     y = normalized(input - input.mean(dims, keepdim=True), dims, eps)
     y = y if weight is None else y * weight
@@ -128,14 +128,14 @@ def layer_norm(input: Tensor, normalized_shape, weight=None, bias=None, eps: flo
 
 
 def rms_norm(input: Tensor, normalized_shape, weight=None, eps: float | None = None) -> Tensor:
-    """The same as ``torch.rms_norm``, of elementary functions."""
+    """The result of ``torch.rms_norm``, by elementary functions."""
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     y = normalized(input, tuple(range(-len(normalized_shape), 0)), eps)
     return y if weight is None else y * weight
 
 
 def quotient(input: Tensor, other: Tensor | float, *, rounding_mode: str | None = None) -> Tensor:
-    """The same as ``torch.div``, of elementary functions."""
+    """The result of ``torch.div``, by elementary functions."""
     if rounding_mode is not None:
         return at_halfway(torch.div, input, other, rounding_mode=rounding_mode)
     return input * (torch.reciprocal(other) if isinstance(other, Tensor) else 1 / other)
@@ -145,7 +145,7 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The same as ``torch.nn.functional.scaled_dot_product_attention`` without dropout, of elementary functions."""
+    """The result of ``torch.nn.functional.scaled_dot_product_attention`` without dropout, by elementary functions."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -247,7 +247,7 @@ class SecantSlopes(TorchFunctionMode):
 
 
 class SecantArithmetic(LowArithmetic):
-    """The same as ``LowArithmetic``, with secant slopes.
+    """A ``LowArithmetic`` with secant slopes.
 
     ``between`` says where constants of a target are taken: 0 is the value in fp32, and 1 that in low precision.
     """

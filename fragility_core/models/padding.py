@@ -48,7 +48,7 @@ def require_positions(tokens: Tensor, **masks: Tensor | None) -> None:
 
 
 def spans(tokens: Tensor, attention_mask: Tensor) -> list[tuple[int, int]]:
-    """The position of each window's first token, and of what follows its last, where the mask is 1 and not 0.
+    """For each window the position of its first token, and the position after its last; tokens have 1 in the mask.
 
     Raises ValueError for a mask of another shape than ``tokens`` (B, T, ...) or with other values, for a window of
     padding alone, and for padding between tokens.

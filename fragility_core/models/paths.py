@@ -22,14 +22,14 @@ BLOCK = re.compile(r"((?:.+?\.)??(\d+))(?:\.([^.]+).*)?")  # its path, its numbe
 
 
 def forward_hook(module: nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a forward hook on ``module`` that does not see passes beside that of the caller."""
+    """Register a forward hook on ``module`` that is called only for passes of the caller's thread."""
     caller = threading.get_ident()
     return module.register_forward_hook(lambda *call: hook(*call) if threading.get_ident() == caller else None)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context in which ``model`` is in eval mode; behind it each module is in its own mode again."""
+    """A context in which ``model`` is in eval mode; afterwards each module has its former mode."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -41,10 +41,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @without_padding
 def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The final hidden state (B, T, d_model) of a Hugging Face model, after its final norm; of others, the output.
+    """The final hidden state (B, T, d_model) of a Hugging Face model, after its final norm; else the module's output.
 
-    An ``attention_mask`` (B, T) tells tokens, 1, from padding, 0 (``padding.without_padding``). Raises TypeError for
-    what is no module, such as what ``lower`` returns.
+    An ``attention_mask`` (B, T) is 1 for tokens and 0 for padding (``padding.without_padding``). Raises TypeError if
+    ``model`` is no module, such as the result of ``lower``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a torch module is needed, got a {type(model).__name__}: give low.model inside low.running()")
@@ -109,7 +109,7 @@ def lineage(path: str) -> list[str]:
 
 
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """The ``paths`` that lie inside of no other of them."""
+    """The ``paths`` that lie inside of no other path of the list."""
     known = dict.fromkeys(paths)
     return tuple(path for path in known if known.keys().isdisjoint(lineage(path)[:-1]))
 

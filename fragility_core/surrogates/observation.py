@@ -30,13 +30,13 @@ class Observation:
 
 
 def joined(groups: Sequence[Group], seen: Sequence[Observation], length: int) -> Observation:
-    """One observation of padded windows (B, T), T = ``length``, from those of groups; ``hidden`` is 0 at padding."""
+    """One observation of padded windows (B, T), T = ``length``, from one per group; ``hidden`` is 0 at padding."""
     layers, windows = (in_order(groups, tables) for tables in zip(*((each.layers, each.windows) for each in seen)))
     hidden = padded(groups, [each.hidden for each in seen], length)
     return Observation(layers, windows, hidden, seen[0].unit_roundoff)
 
 
 def in_order(groups: Sequence[Group], tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """One table by ``window`` of those of each group, which number the group's own windows from 0."""
+    """One table ordered by ``window``, from one table per group, in which windows are numbered within the group."""
     own = [table.assign(window=np.take(group.windows, table.window)) for group, table in zip(groups, tables)]
     return pd.concat(own).sort_values("window", kind="stable", ignore_index=True)

@@ -56,7 +56,7 @@ class Patching:
         self.positions: dict[int, tuple[Any, Any]] = {}  # rotary embeddings and the same in fp32, by the former's id
 
     def stochastic(self, seed: int) -> "Patching":
-        """The same models, the low-precision one with stochastic rounding (``LowPrecision.stochastic``)."""
+        """This patching with stochastic rounding of the low-precision model (``LowPrecision.stochastic``)."""
         twin = copy.copy(self)
         twin.low = self.low.stochastic(seed)
         return twin

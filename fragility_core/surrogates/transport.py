@@ -47,7 +47,7 @@ def operator_norm_transport(layers: pd.DataFrame) -> pd.Series:
     of (gate, up).
 
     Two inputs may lie below the exact norms: ||V||_2, an estimate (by at most 0.4 %), and the weight norms after
-    ``Monitor.follow``, which are Ritz values. With the latter this is an estimate and no upper bound.
+    ``Monitor.follow``, which are Ritz values. With Ritz values this is an estimate and no upper bound.
     """
     query, key = (layers[f"{heads}_weight_norm"] * layers.get(f"{heads}_gain", 1.0) for heads in ("query", "key"))
     change_of_scores = layers.key_norm * query + layers.query_norm * key

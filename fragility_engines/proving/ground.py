@@ -47,7 +47,7 @@ class Ground:
 
     @cached_property
     def eager(self) -> Gap:
-        """The same by eager attention, which the model must have when it is first asked for."""
+        """The predictions for eager attention, which ``model`` must be set to when this is first read."""
         return measure(self.model, self.sequences, "bf16")
 
     @cached_property

@@ -148,7 +148,7 @@ def autocast(model: PreTrainedModel, windows: Tensor) -> Tensor:
 
 
 def autocast_batch(model: PreTrainedModel, windows: Tensor) -> Tensor:
-    """The same with all windows in one batch."""
+    """The result of ``autocast`` with all windows in one batch."""
     with torch.autocast(windows.device.type, torch.bfloat16), torch.no_grad():
         z = model(windows, use_cache=False).logits.double()[:, :-1]
     return z.gather(-1, windows[:, 1:, None])[..., 0] - z.logsumexp(-1)

@@ -12,7 +12,7 @@ PACKAGES = tuple(package for _, package in RUNNERS.values())
 class Referee:
     """An ``engine`` of ``worker.RUNNERS`` that computes as ``kind``, and the ``plan`` by which we emulate it.
 
-    ``untied`` engines quantize a head apart from the embedding with which a model shares its matrix. Those that are
+    ``untied`` engines quantize a head apart from the embedding with which a model shares its matrix. Engines that are
     ``linear_alone`` do not quantize GPT-2's ``Conv1D``.
     """
 

@@ -26,14 +26,14 @@ class Suspect:
     ``name`` says what differs, and ``mend`` what to look at. In the context of ``change`` the model has other settings,
     or the context is another model.
     ``prefix`` are tokens put before a window, and ``skip`` are left out at its start; of those before the first scored
-    one all but ``kept`` are left out, if given. ``run`` has a pass of its own: it gives the logits (T, V) of a window,
-    or None, and sees so many sequences of the log ``before`` each. ``processed`` makes other logits (T, V) of those
-    after tokens (T,), and ``unit`` divides log-probabilities. Each token is scored ``ahead`` places behind the one that
-    is right, and log-probabilities stand ``late`` places after their own; if ``top``, they are those of the most
-    probable tokens. A ``slope`` is a small change of a number, along which the gap may have any size. A ``place`` is a
-    branch of a block that is left out, for whatever is wrong in it; such suspects are tried where no other explains a
-    gap. One that ``rounds`` goes along a gap in part, as an engine's own rounding is another draw. What is ``in_log``
-    can be seen in its numbers, and is sure.
+    one all but ``kept`` are left out, if given. ``run`` makes its own pass: it gives the logits (T, V) of a window, or
+    None. ``before`` is the number of earlier sequences that each sequence sees. ``processed`` changes the logits (T, V)
+    after tokens (T,), and ``unit`` divides log-probabilities. Each token is scored ``ahead`` places after the right
+    one, and log-probabilities stand ``late`` places after their own; if ``top``, they are those of the most probable
+    tokens. A ``slope`` is a small change of a number, along which the gap may have any size. A ``place`` is a branch of
+    a block, left out for whatever is wrong in it; places are tried if no other suspect explains a gap. A suspect that
+    ``rounds`` explains a gap only in part, as an engine draws other roundings. A suspect ``in_log`` is certain: the
+    numbers of the log show it.
     """
 
     name: str

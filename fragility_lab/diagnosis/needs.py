@@ -211,7 +211,7 @@ def streamed_memory(request: Request, model: PreTrainedModel, batch: int = 1) ->
 
 
 def batch_size(takes: Callable[[int], int], count: int, free: int | None) -> int:
-    """The number of windows, of ``count``, that run in a batch; ``takes`` gives the bytes that so many windows take.
+    """The number of windows, of ``count``, that run in a batch; ``takes`` gives a batch's bytes by its windows.
 
     All but the first may take half of the memory that it leaves ``free``.
     """

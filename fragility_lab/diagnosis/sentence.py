@@ -54,7 +54,7 @@ def beginning(model: PreTrainedModel, low: LowPrecision, windows: Mapping[int, T
 
 
 def count_in(room: int) -> int:
-    """The number of tokens that are written where a window has ``room`` for so many."""
+    """The number of tokens to write in a window of ``room`` tokens."""
     return min(COUNT, room // 2)
 
 

@@ -1,7 +1,7 @@
 """``make real``: real, trained models through E2, E3, X1, X2, the diagnosis and the report, one after another.
 
 Each model's results are in a folder of its own. If a notebook stops, the others go on, and the command exits
-non-zero at the end. The same command continues after the last finished run.
+non-zero at the end. After an interrupt, the same command continues after the last finished run.
 """
 
 import argparse
