@@ -1,4 +1,4 @@
-"""Engines that other people wrote, held against predictions: is a gap between log-probabilities rounding, or a bug?
+"""Inference engines compared with predictions: is a gap between log-probabilities rounding, or a bug?
 
 ``logs`` reads the log-probabilities that an engine gives, or has a server score a text (``make score``). ``comparison``
 predicts what rounding alone must give for the same tokens, and judges (``make compare``). ``suspects`` are changes of a

@@ -28,8 +28,8 @@ class Competition:
     def probabilities(self, scale: float = 1.0) -> Tensor:
         """The share of draws (...) in which another value is the largest.
 
-        ``scale`` multiplies the errors. For a plan, which leaves out some of them, it is the root of the share of the
-        contributions to the target "flips" that stay.
+        ``scale`` multiplies the errors. For a plan, which removes some errors, ``scale`` is the root of the share of
+        contributions to the target "flips" that remain.
         """
         moved = self.exact + scale * self.changes
         moved = moved if self.stored is None else self.stored.round(moved).float()

@@ -10,10 +10,10 @@ X_L (Hutchinson 1990, doi:10.1080/03610919008812866), so that, relative to ||X_L
 - the sum of all its entries is the squared error of the pass, to first order;
 - 2 G_ab is what the pair a, b adds: above 0 the two reinforce each other, below 0 they cancel.
 
-With secant slopes (``secant``) the sum of s is v.E_L at any size of the error. The sum of all entries is then an
-estimate of the measured squared error, which is known, and stands in its place.
+With secant slopes (``secant``) the sum of s is v.E_L at any size of the error. The sum of all entries would then
+estimate the measured squared error, which is known, and is used itself.
 
-Errors that are alike in a group, as those of one channel, are on the diagonal: the trace over the sum of c^2 has them.
+Errors that are alike within a group, as in one channel, are on the diagonal: they raise the trace over the sum of c^2.
 """
 
 from collections.abc import Iterable, Sequence

@@ -191,7 +191,7 @@ class ErrorSamples:
     def again(self, run: Callable[[nn.Module], Result], scale: float) -> Result:
         """The result of ``run`` for the low-precision model that rounds to its format's numbers times 1 / ``scale``.
 
-        Of all ``scales`` the mean squared error is that of rounding; the pass at scale 1 is the one that is measured.
+        Averaged over ``scales``, the squared error is that of rounding. The pass at scale 1 is the measured one.
         Raises the errors of ``scaled``.
         """
         self._require_errors()

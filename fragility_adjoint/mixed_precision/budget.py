@@ -47,10 +47,10 @@ def mixes_schemes(budget: str, recipe: Recipe) -> bool:
 
 
 def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
-    """The recipes among which a budget of bits chooses: that called ``name``, one of 8 bits, and the kernels' format.
+    """The recipes among which a budget of bits chooses: the one named ``name``, one of 8 bits, and the kernels' format.
 
-    Beside a type of ggml they are all types of at least its bits, beside a mix of types all there are. Raises
-    ValueError for a recipe without schemes for weights, or with those of an engine for embedding and head.
+    For a type of ggml they are all types with at least its bits, for a mix all types. Raises ValueError for a recipe
+    without schemes for weights, with a cache, or with schemes for embedding and head.
     """
     recipe = get_recipe(name)
     ends = not recipe.gguf and (recipe.embedding or recipe.head)

@@ -78,7 +78,7 @@ class Contributions:
         self._vanishing: dict[tuple[str, bool], np.ndarray] = {}  # plans ask for the same modules many times
 
     def vanishing(self, plan: Plan) -> np.ndarray:
-        """Booleans, in the order of ``structure.places``: True where nothing is rounded any more under ``plan``."""
+        """Booleans, in the order of ``structure.places``: True where ``plan`` removes the rounding."""
         vanishing = np.zeros(len(self.structure.places), dtype=bool)
         for path in plan.modules:
             if (asked := (path, plan.residual)) not in self._vanishing:
@@ -91,7 +91,7 @@ class Contributions:
         return vanishing
 
     def _vanishing_inside(self, path: str, residual: bool) -> np.ndarray:
-        """The places that round no longer if the module at ``path`` is kept, perhaps beside an fp32 stream."""
+        """The places that stop rounding if the module at ``path`` is kept, perhaps beside an fp32 stream."""
         inside, kernels = self._inside(path), self._kernels_inside(path)
         stays_fp32 = path in self._heads or (residual and path in self._embeddings)
         if self.kernels_round and self.recipe.kernels.name != "fp32" and not stays_fp32:  # its result is cast back
@@ -105,7 +105,7 @@ class Contributions:
 
     @cached_property
     def _vanishing_beside_stream(self) -> np.ndarray:
-        """The places that round no longer if the residual stream is kept: its sums, and norms inside."""
+        """The places that stop rounding if the residual stream is kept: its sums, and norms inside."""
         vanishing = self.structure.stream_sums.to_numpy().copy()
         for path in self.structure.stream_norms:
             kernels = self._kernels_inside(path)
@@ -163,11 +163,11 @@ class Contributions:
 
         ``unit`` is one of
 
-        - "blocks", "modules" (the smallest ones with parameters), or "sites", which overlap: at most so many.
-        - "bytes" of parameters and of the residual stream of one window: whatever of all modules, "residual" and
-          "scores" fits. Scores take no bytes.
+        - "blocks", "modules" (the smallest ones with parameters), or "sites", which overlap: at most ``budget``.
+        - "bytes" of parameters and of the residual stream of one window: modules, "residual" and "scores" that fit
+          together. Scores take no bytes.
 
-        It keeps what the plan ``beside`` keeps, too, and the budget pays for that first (``size``).
+        The plan also keeps what the plan ``beside`` keeps, and the budget pays for that first (``size``).
 
         Raises ValueError for another unit, for a budget that is no whole number or negative, for one that exceeds the
         number of units, and for one below the size of ``beside``.
@@ -201,7 +201,7 @@ class Contributions:
         return self.keep(**kept)
 
     def size(self, plan: Plan, unit: str) -> int:
-        """Share of a budget of ``unit`` that any ``plan`` takes: bytes, or one unit for each part of whatever kind."""
+        """The part of a budget of ``unit`` that ``plan`` takes: its bytes, or 1 for each part of any kind."""
         if unit == "bytes":
             return self.priced(plan).parameter_bytes + self.stream_bytes * self.length * plan.residual
         return len(plan.modules) + plan.residual + plan.scores
@@ -243,7 +243,7 @@ class Contributions:
         return structure.stored_parameters(self.model, self.recipe)
 
     def stored_in_fp32(self, plan: Plan) -> list[str]:
-        """Paths of the modules whose parameters are stored in fp32: those beside an fp32 stream have norms of it."""
+        """Paths of the modules with parameters in fp32: the kept ones, and norms of the stream if that is kept."""
         return [*plan.modules, *(self.structure.stream_norms if plan.residual else [])]
 
     def gains(self, unit: str) -> pd.DataFrame:
@@ -274,7 +274,7 @@ class Contributions:
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes that an fp32 residual stream takes more, per token."""
+        """Extra bytes of an fp32 residual stream, per token."""
         width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
         return int((structure.FP32_BITS - self.recipe.kernels.bits) // 8) * width
 

@@ -52,8 +52,8 @@ class ModelPlan:
     def export(self, library: str, path: str | Path | None = None) -> Export:
         """The plan for another ``library``, one of LIBRARIES, or as this package's own "json"; written to ``path``.
 
-        A file that lies there is replaced, even a model's config.json. ``missing`` of what is returned names what the
-        library cannot express. Raises ValueError for another library, and for a scheme that it lacks.
+        A file at ``path`` is replaced, even a model's config.json. ``missing`` of the result names what the library
+        cannot express. Raises ValueError for another library, and for a scheme that it lacks.
         """
         makers: dict[str, Any] = {**LIBRARIES, "json": lambda plan, _: Export(json.loads(to_json(plan)))}
         if library not in makers:

@@ -243,9 +243,9 @@ def floating(values: Any) -> list[torch.dtype]:
 def dtypes_of(
     paths: Collection[str], low: LowPrecision, tokens: Tensor, calls: Mapping[str, list[Call]] = MappingProxyType({})
 ) -> dict[str, list[torch.dtype]]:
-    """The dtypes of floating tensors that those modules at ``paths`` return that run over ``tokens``, by path.
+    """The dtypes of floating tensors that modules at ``paths`` return in a pass over ``tokens``, by path.
 
-    ``calls`` gets every call of those modules that it names, before other hooks change what is returned.
+    Modules that do not run are missing. ``calls`` gets every call of its modules, before other hooks change results.
     """
     returned: dict[str, list[torch.dtype]] = {}
     if not paths:

@@ -64,7 +64,7 @@ class Adjoint:
         ``gradients`` are taken at the "low" point; at the "fp32" point, with the errors that rounding the values of the
         reference makes; or at "both", in twice the time. At both points a weight, whose error is the same at both
         ends, has the mean of its contributions there: the mean of two slopes is exact for what is quadratic in between.
-        A kernel's error is another one at the other end, and it has the contribution at the fp32 point. "secant" runs
+        A kernel's error differs between the points; its contribution is the one at the fp32 point. "secant" runs
         both passes side by side, and takes the slopes between them (``secant``): signed contributions then add up to
         the measured error. This takes several times as long, and keeps all values of both passes. "auto" is "both" with
         a reference and rounding to nearest, and else "low".
@@ -167,9 +167,9 @@ class Adjoint:
 
         ``counted`` (B, T) is True for the positions over which ||E_L|| and ||X_L|| are taken; all positions unless
         given. Padding counts nowhere: ``attention_mask`` (B, T) is 1 for tokens and 0 for padding before or after them,
-        and each window is computed, and shown to the target, without it. ``seeds``, one a window, draw its sign vectors
-        in place of ``seed``, by which all windows have the same ones. A window's prediction depends on no other window.
-        All windows share what is read of a streamed model, and what enters each block is held for each.
+        and each window is computed, and shown to the target, without it. ``seeds``, one a window, draw sign vectors;
+        by default ``seed`` draws the same ones for all windows. A window's prediction depends on no other window. All
+        windows share each read of a streamed model, and the inputs of each block are held for every window.
 
         Raises ValueError for a model in training mode, for weights that have changed since they were read, and for what
         ``windows_of`` and ``Window.counted`` refuse.

@@ -60,7 +60,7 @@ class ModuleCall:
 
 
 class NonfiniteKernel(NamedTuple):
-    """A kernel whose result is not finite: the ``number`` of it among those of its ``call``."""
+    """A kernel whose result is not finite; ``number`` is its place among the kernels of its ``call``."""
 
     call: ModuleCall
     number: int
@@ -161,7 +161,7 @@ def finite(values: Any) -> bool:
 
 
 def is_float(x: Tensor) -> bool:
-    """True for floating numbers; those of 8 bits, of which torch cannot say that they are finite, are read again."""
+    """True for floating numbers of 16 bits or more; torch cannot test 8-bit ones for being finite."""
     return x.is_floating_point() and x.dtype.itemsize > 1
 
 
@@ -171,7 +171,7 @@ def masking(x: Tensor) -> Tensor:
 
 
 def kind_of(kernel: Any, args: tuple, kwargs: dict, bad: Tensor) -> str:
-    """The kind of ``bad`` entries by their fp64 values: "overflow" if any is finite, "nan" if any is, or "infinite".
+    """The kind of ``bad`` entries by their fp64 values: "overflow" if one is finite, else "nan" or "infinite".
 
     The kind is "overflow" for kernels that take no fp64, and for kernels of other libraries, which may take none.
     """

@@ -198,9 +198,9 @@ class Lookup(torch.autograd.Function):
 
 
 def look_up_rows(recorder: ErrorRecorder, table: Tensor, indices: Tensor, *options) -> Tensor:
-    """The same as ``torch.embedding``, of a leaf whose rows the ``recorder`` takes if it is large.
+    """The result of ``torch.embedding`` for a leaf; if it is large, the ``recorder`` takes the gradients of its rows.
 
-    The row of the padding, which learns nothing, is rounded as others are, and has a gradient here.
+    The row of the padding gets no gradient in training, but gets one here, since it is rounded as others are.
     """
     if recorder.takes_rows(table):
         return Lookup.apply(recorder, table, indices)
@@ -216,7 +216,7 @@ def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The same as ``torch.nn.functional.scaled_dot_product_attention``."""
+    """The result of ``torch.nn.functional.scaled_dot_product_attention``."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     alike = query.shape == key.shape == value.shape and query.ndim == 4

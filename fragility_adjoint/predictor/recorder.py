@@ -144,7 +144,7 @@ class ErrorRecorder:
             del self._extremes[seen:]
 
     def mark_module(self, role: str) -> None:
-        """The running module multiplies values by values ("attention") or chooses among experts ("router")."""
+        """Note that the running module multiplies values by values ("attention") or chooses experts ("router")."""
         self.roles[role].add(self.path[-1])
 
     def kernel(self, name: str, product: str = "", stream: bool = False) -> int:
@@ -189,7 +189,7 @@ class ErrorRecorder:
         self.watch(place, whole, errors)
 
     def watch_leaf(self, place: int, leaf: Tensor, weighted: ErrorWeighting, kept: bool = False) -> None:
-        """The same as ``watch``, for a tensor without a history, such as a weight; its gradient is not kept.
+        """Watch a tensor without a history, such as a weight, as ``watch`` does; its gradient is not kept.
 
         ``weighted`` gives the error times gradient (P, ...) in pieces, which are recorded one after the other. A leaf
         that is ``kept`` is used by the passes of all windows, one after the other; its ``weighted`` also takes the
@@ -232,7 +232,7 @@ class ErrorRecorder:
         leaf.register_hook(hook)
 
     def bound_record(self) -> Callable[..., None]:
-        """``record`` for the window of the running pass, for use in a backward pass, which may be of several."""
+        """``record`` for the window of the running pass, for use in a backward pass of several windows."""
         return partial(self.record, window=self.now.window)
 
     def record(
@@ -240,7 +240,7 @@ class ErrorRecorder:
     ) -> None:  # fmt: skip
         """Record norm and sum of error times gradient (P, ...) of P probes at ``place``; those of one place add up.
 
-        It may come in pieces. Probes are those from the ``first`` on; the ``window`` is that which runs unless given.
+        The product may come in pieces. Probes are numbered from ``first`` on; ``window`` is the running one by default.
 
         Inputs of linear layers, keys and values in a cache often have a channel that is large, and so rounded alike, at
         every position. There the products are first summed over positions, the last dimension but one.

@@ -20,8 +20,8 @@ of inputs.
 - Layer norm, RMS norm, quotients and fused attention are taken apart into these.
 
 Any other function of torch gets its gradient halfway, which is exact to second order. An autograd function of the
-model's own keeps its gradient. Choices, as those of experts, are taken from the low-precision pass: a fp32 pass that
-would choose otherwise is not the one that stands beside it. ``Prediction.windows`` has the remainder.
+model's own keeps its gradient. Choices, such as those of experts, are taken from the low-precision pass, even if the
+fp32 pass by itself would choose otherwise. ``Prediction.windows`` has the remainder.
 """
 
 from collections.abc import Callable
@@ -170,7 +170,7 @@ MADE_OF: dict[str, Callable] = {
 
 
 def out_of_place(func: Callable) -> Callable:
-    """``func``, which changes its first argument, as a function of a copy of that."""
+    """A function that runs ``func``, which changes its first argument, on a copy of that argument."""
 
     def function(x: Tensor, *args, **kwargs) -> Tensor:
         return func(x.clone(), *args, **kwargs)
@@ -180,7 +180,7 @@ def out_of_place(func: Callable) -> Callable:
 
 
 def refer_to_copy(x: Tensor) -> None:
-    """Give a constant ``x``, which is about to change, a reference of its own; a view gets that of its base."""
+    """Copy the reference of a constant ``x``, which is about to change; a view gets the view of its base's."""
     base = base_of(x) if is_view(x) else x
     if not has_reference(base):
         refer(base, base.detach().clone())
@@ -267,11 +267,11 @@ class SecantArithmetic(LowArithmetic):
         return self.slopes.call(func, args, kwargs)
 
     def function(self, call: FunctionCall) -> Callable:
-        """The function of ``call`` itself: the fast ones have slopes of their own."""
+        """The function that ``call`` names, not a faster one, whose slopes are no secants."""
         return call.func
 
     def round(self, y: Tensor, *args, **kwargs) -> Tensor:
-        """The same as ``LowArithmetic.round``; the reference of ``y`` is not rounded."""
+        """The result of ``LowArithmetic.round``; the reference of ``y`` is not rounded."""
         reference = reference_of(y) if has_reference(y) else y.detach().clone()
         rounded = super().round(y, *args, **kwargs)
         return refer(rounded, reference) if rounded.requires_grad else rounded  # else it is a constant

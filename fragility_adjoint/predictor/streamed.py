@@ -4,9 +4,9 @@ The forward pass runs each part as the whole pass does, and keeps only what ente
 again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth. The
 kernels are those of the whole pass, in the same order, so that all numbers are the same.
 
-Several windows share what is read. Their forward passes run side by side (``fragility_offload.lockstep``). One backward
-pass goes through all of them. The nth part of every window has a result that the next part of all windows takes, and so
-goes back after it: autograd comes to the same part of every window before it comes to the next one.
+Several windows share each read. Their forward passes run side by side (``fragility_offload.lockstep``). One backward
+pass goes through all of them, part by part: a link from part n of every window to part n + 1 of all windows makes
+autograd finish part n + 1 of every window before it comes to part n of any.
 """
 
 import copy
@@ -248,7 +248,7 @@ class Part(torch.autograd.Function):
 
 
 def own_copy(value: Any) -> Any:
-    """A copy of a cache: a part that is run again must not find what it has stored before. Other values themselves."""
+    """A copy of a cache, so that a part that runs again does not find what it stored; other values as they are."""
     if not isinstance(value, Cache):
         return value
     copied = copy.copy(value)

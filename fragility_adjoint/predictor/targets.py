@@ -25,7 +25,7 @@ class Target:
     the number by whose square the squared error is divided, for the output of one window and a mask or 1.0 by which it
     is multiplied. If ``squared``, the quotient itself is predicted, else its root.
 
-    ``output`` holds some values fixed. With secant slopes these are taken ``between`` the fp32 pass, 0, and the other.
+    ``output`` holds some values fixed. With secant slopes they lie ``between`` the fp32 pass, 0, and the low one, 1.
     """
 
     name: str

@@ -24,7 +24,7 @@ class Window:
     def counted(self, output: Tensor) -> Tensor:
         """The scope for the positions of an ``output`` (1, T or less, ...), on its device.
 
-        Raises ValueError where no position of the output counts, and for an output that has not one a token.
+        Raises ValueError if no position of the output counts, and for an output without one position a token.
         """
         if not self.scope.ndim:
             return self.scope.to(output.device)

@@ -85,9 +85,9 @@ def require_memory(model: str, recipe: Recipe, length: int, beside: bool) -> Non
 def explained(
     gap: Gap, directed: Directions, names: tuple[str, str] = ("LOG", "AGAINST")
 ) -> tuple[list[Slope], list[Slope]]:
-    """The slopes of the suspects of ``directed``; and if none explains a gap beyond rounding, those of further ones.
+    """The slopes of the suspects of ``directed``, and of further suspects if none explains a gap beyond rounding.
 
-    Of a gap between two engines with these ``names``, slopes that are certain have an owner.
+    Between two engines with these ``names``, each certain slope gets an owner.
     """
     found, further = search(gap, directed)
     if not gap.two:

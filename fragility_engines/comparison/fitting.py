@@ -20,9 +20,9 @@ HOPE = 0.1  # share of a sequence's gap that must go with one of the usual value
 def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     """The slopes of a gap along the numbers of ``directed``, each at the value that explains most of its ``part``.
 
-    Usual values are tried over the sequence with the larger gap. Numbers of which none is in line with HOPE of it are
-    left out, and those after one that explains SURE of what rounding does not. The one that explains most is tested
-    over all tokens of ``gap``.
+    Usual values are tried over the sequence with the larger gap. A number is left out if none of its values explains
+    the share HOPE of that gap, or if another number already explains SURE of the gap beyond rounding. The number that
+    explains most is tested over all tokens of ``gap``.
     """
     first, found = part.only(part.loudest), []
     rest = 1 - float((part.tokens.rounding**2).sum() / (part.tokens.change**2).sum())
@@ -45,8 +45,8 @@ def fitted(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
 def heated(gap: Gap, part: Gap, directed: Directions) -> list[Slope]:
     """The slope of ``gap`` along the temperature that leaves least of its ``part``, alone or with tokens left out.
 
-    An engine that leaves out other tokens than it scored would have no number there. What the fp32 model leaves out, at
-    the edge, is not explained: if that is too much, the temperature alone is there as well.
+    An engine gives no number to tokens that it leaves out of sampling. Tokens at the edge that only the fp32 model
+    leaves out stay unexplained. If these are too many, the slope along the temperature alone is returned as well.
     """
     number = temperature()
     value = nearest(part, number, [unexplained(part, suspect, directed) for suspect in number.usual], directed)

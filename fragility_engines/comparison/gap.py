@@ -41,7 +41,7 @@ def ratio_of(sequences: pd.DataFrame, observed: str, predicted: str) -> tuple[fl
 
 
 def pooled(tokens: pd.Series) -> np.ndarray:
-    """The number of the unit of each sequence, of so many ``tokens``: those of fewer than ENOUGH are put together.
+    """The number of the unit of each sequence, by its ``tokens``: sequences are joined until a unit has ENOUGH.
 
     The logarithm of a mean of few squares is too small on average: of one normal error by log 3.6.
     """

@@ -95,7 +95,7 @@ class Pair:
     known: np.ndarray
 
     def unscored(self, rows: pd.DataFrame) -> int:
-        """The number of ``rows`` in which a log has 0 for a token that the fp32 model does not find SURE."""
+        """The number of ``rows`` where a log has 0 but the fp32 model's log-probability is below SURE."""
         zero = (rows.exact + rows.change == 0) | ((rows.exact == 0) & (self.other is not None))
         return int((zero & (rows.fp32 < SURE)).sum())
 
@@ -209,9 +209,9 @@ def expected(prediction: Prediction, twice: bool) -> tuple[float, pd.Series]:
 
 
 def paired(sequences: Sequence[Scored], reference: Sequence[Scored] | None) -> list[Pair]:
-    """Each of the ``sequences`` beside that of the ``reference``, with the rows of outputs that both score.
+    """Each of the ``sequences`` beside its counterpart in ``reference``, with the rows of outputs that both score.
 
-    Raises ValueError for other tokens, and if there is no such row.
+    Raises ValueError if their tokens differ, and if no row is scored by both.
     """
     if reference is None:
         scored = [np.flatnonzero(np.isfinite(each.logprobs[1:])) for each in sequences]
@@ -237,9 +237,9 @@ def paired(sequences: Sequence[Scored], reference: Sequence[Scored] | None) -> l
 
 
 def once(pairs: Sequence[Pair]) -> list[Pair]:
-    """The ``pairs`` with each token after the same tokens once, without those that have none of their own.
+    """The ``pairs``, in which a token with the same tokens before it counts once; pairs without such rows are dropped.
 
-    Its roundings are no other draw: several answers to one prompt share the prompt, and a log may repeat a text.
+    Repeated tokens have the same roundings: answers to one prompt share the prompt, and a log may repeat a text.
     """
     seen: set[bytes] = set()
     found = []

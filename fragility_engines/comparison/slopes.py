@@ -155,7 +155,7 @@ class Directions:
         return packed(self.model, [len(each.tokens) for each in self.sequences], begin_rows(gap))
 
     def in_one_block(self, found: Sequence[Slope]) -> list[Suspect]:
-        """The suspects of single blocks whose like for all blocks explains a part of the gap, by slopes ``found``."""
+        """The suspects of single blocks, of kinds that in all blocks explain a part of the gap, by slopes ``found``."""
         along = [each.suspect.name for each in found if each.certain and each.share > ALONG][:BLOCKWISE]
         return [each for path in block_paths(self.model) for each in in_one_block(self.model, path, along)]
 
@@ -216,8 +216,8 @@ class Directions:
 def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
     """The slope of ``gap`` along the direction (N,) of a ``suspect``.
 
-    Any damage makes probable tokens less so. What goes with that, a line in the log-probability, tells no cause from
-    another, so that it counts for suspects alone which only read the right logits otherwise.
+    Any fault makes probable tokens less probable. This part of the gap, linear in the log-probability, does not tell
+    causes apart. It counts only for suspects that read the right logits in another way.
     """
     known, square = np.isfinite(along), float((gap.tokens.change**2).sum())
     table, along = gap.tokens[known], along[known]
@@ -261,9 +261,9 @@ def ranked(found: Iterable[Slope]) -> list[Slope]:
 def owned(gap: Gap, found: Slope, along: np.ndarray, names: Sequence[str]) -> Slope:
     """``found`` with its owner, the one of the two engines with these ``names`` that does what the suspect does.
 
-    It is the one whose own gap from the fp32 model goes with the direction (N,) ``along``: by its full size where the
-    suspect is a setting, and more than the other's where it is a number or a place. The suspect of a setting that its
-    owner has the other way round explains nothing.
+    The owner is the engine whose own gap from the fp32 model goes with the direction (N,) ``along``: at full size for a
+    setting, and more than the other engine's gap for a number or a place. If the owner does the opposite of a setting,
+    the suspect explains nothing.
     """
     if found.suspect.in_log:  # the numbers of the log themselves were rounded
         return replace(found, owner=names[int(found.size < 0)])

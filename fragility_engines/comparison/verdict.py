@@ -44,9 +44,9 @@ class Verdict:
 
     ``alike`` is the name of another suspect that explains as much. ``needed`` is the number of sequences of this length
     that would decide; it is known only for the kind "few". ``far`` are the sequences that are more than rounding by
-    themselves, where others are not. ``fused`` is the ratio beside the prediction for fused attention, where rounding
-    explains the gap if attention is eager alone. ``emulated`` is the ratio of an emulated pass to the prediction where
-    that fails: the other ratios are then those to the emulated pass. So many sequences are ``unchanged`` beside others.
+    themselves, while others are not. ``fused`` is the ratio to the prediction for fused attention, if rounding explains
+    the gap only with eager attention. If the prediction fails, ``emulated`` is the ratio of an emulated pass to it, and
+    other ratios are to the emulated pass. ``unchanged`` counts the sequences without any change.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Verdict:
 
     @property
     def partial(self) -> bool:
-        """True if the cause leaves more than rounding: it is only like what the engine does, or not alone."""
+        """True if the cause leaves more than rounding: the engine does something similar, or something else as well."""
         cause = self.cause
         if cause is None or cause.suspect.in_log or cause.suspect.rounds or cause.where:
             return False
@@ -135,7 +135,7 @@ def judge(gap: Gap, found: Sequence[Slope] = ()) -> Verdict:
 
 
 def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
-    """The verdict of ``judge``, which does not say what stands in the place of a prediction that fails."""
+    """The verdict of ``judge``, without the field ``emulated``, which tells whether the prediction fails."""
     value, low, high = ratio = gap.ratio
     rest, gains = beyond(value), gap.tokens.change.mean() > GAIN
     named = [each for each in found if each.as_tested and (each.suspect.in_log or each.share > each.needed * rest)]
@@ -164,7 +164,7 @@ def judged(gap: Gap, found: Sequence[Slope]) -> Verdict:
 
 
 def as_good(cause: Slope | None, named: Sequence[Slope]) -> str:
-    """The name of the best suspect beside ``cause`` that leaves as little, of those ``named``; "" if there is none."""
+    """The name of the best suspect in ``named`` that leaves as little of the gap as ``cause``; "" if there is none."""
     if cause is None or cause.suspect.in_log or not cause.full:
         return ""
     most = ALIKE * (1 - cause.share)
@@ -176,12 +176,12 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     """The slopes of the suspects of ``directed``; and if none explains most of a gap beyond rounding, of further ones.
 
     Suspects that change a number a little may be below the noise, and are tested over all tokens of ``gap``, as are
-    those that need no pass. Of the others only the best over its ``screened`` part are, as what they do is either
-    there or not. A temperature that explains some of a gap is fitted. Where none explains SURE of the rest, packed
-    rows are tried, then what all blocks have in common, then numbers are fitted. Where no cause is found, or one
-    that explains less, recipes are tried for a gap LARGER than rounding, and the scales of layers for any. Where
-    these do not explain CLEAR of it, whole blocks are tried; and unless one explains SURE of it, places over the
-    part: a block left out is much like its attention left out.
+    suspects that need no pass. Of the others only the best over the ``screened`` part are tested over all tokens. A
+    temperature that explains some of a gap is fitted. If no suspect explains SURE of the rest, packed rows are tried,
+    then what all blocks have in common, then numbers are fitted. If the cause is still missing, or explains less,
+    recipes are tried for a gap LARGER than rounding, and the scales of layers for any gap. If these do not explain
+    CLEAR of it, whole blocks are tried. Unless a block explains SURE of it, places are tried over the part: leaving out
+    a block looks much like leaving out its attention.
     """
     part = screened(gap)
     whole = [suspect for suspect in directed.tried if suspect.slope or suspect.same_pass]
@@ -222,9 +222,9 @@ def hot(found: Slope) -> bool:
 
 
 def first_tokens(gap: Gap, directed: Directions) -> list[Slope]:
-    """The slope along another checkpoint where the engine had it up to a position, or from one on.
+    """The slope along another checkpoint over tokens before a position, or from one on, if the engine had it there.
 
-    Empty if it is not so. The engine got its weights while it ran: the other tokens have keys and values of both.
+    Empty otherwise. Such an engine got new weights while it ran; the other tokens have keys and values of both.
     """
     if directed.other is None:
         return []
@@ -243,9 +243,9 @@ def first_tokens(gap: Gap, directed: Directions) -> list[Slope]:
 
 
 def some_sequences(gap: Gap, directed: Directions) -> list[Slope]:
-    """The cause of those sequences of ``gap`` that are more than rounding by themselves, where others are not.
+    """The cause of the gap in the sequences of ``gap`` that are more than rounding by themselves, if others are not.
 
-    Empty if these sequences have none.
+    Empty if no cause is found.
     """
     if not 0 < len(gap.far) < len(gap.known):
         return []
@@ -260,8 +260,8 @@ def undecided(gap: Gap, found: Sequence[Slope]) -> bool:
 
 
 def unexplained(gap: Gap, found: Sequence[Slope], share: float) -> bool:
-    """True if ``gap`` or a slope is more than rounding, and nothing that was ``found`` explains this ``share`` of it.
-    What reads the same logits is exact: it needs CLEAR alone where it is linear, as in a temperature, and else WHOLE.
+    """True if ``gap`` or a slope is more than rounding, and no slope in ``found`` explains this ``share`` of it.
+    Suspects that read the same logits are exact: a linear one, such as a temperature, needs CLEAR, others WHOLE.
     """
     verdict = judge(gap, found)
     if verdict.kind != "more" or verdict.cause is None:

@@ -75,8 +75,8 @@ def write_gguf(model: Any, path: str | Path) -> None:
 def shuffled(model: Any, seed: int = 0) -> Any:
     """A copy of ``model`` with the channels of its residual stream, MLPs and values in a random order.
 
-    It computes the same. Its weights lie on no grid of blocks of neighbours any more, which those of a model do that
-    somebody has read from a quantized file: some types of GGUF would then store them without an error.
+    It computes the same function. Weights that were read from a quantized file lie on a grid in each block of
+    neighbours, so that some GGUF types would store them without an error. Shuffled weights do not.
     """
     config, drawn = require_llama(model), torch.Generator().manual_seed(seed)
     made = copy.deepcopy(model)

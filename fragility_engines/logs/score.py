@@ -20,7 +20,7 @@ KEY = "SCORE_KEY"  # the variable of the environment that has the server's key, 
 
 
 def require_log(path: Path) -> None:
-    """Raises ValueError unless ``path`` is a file, or nothing that is there: a log takes the place of what is."""
+    """Raises ValueError if ``path`` is something other than a file: a log replaces what is there."""
     if not path.name or (path.exists() and not path.is_file()):
         raise ValueError(f"LOG must be a file to write, got the folder, pipe or device {path}: name a file")
 
@@ -50,7 +50,7 @@ def windows_of(model: str, data: str, length: int, count: int, seed: int = 0) ->
 
 
 def identity(server: Server, window: Text) -> dict[str, object]:
-    """The origin that a line of a log states: an unfinished log goes on with the same alone."""
+    """The origin that a line of a log states; an unfinished log is only continued with an equal origin."""
     asked = {"top": server.top, "sent": [*window.tokens]}
     return {"engine": server.engine, "server": str(server.client), "model": server.name, **asked}
 
@@ -79,10 +79,10 @@ def scored_lines(server: Server, windows: list[Text]) -> Iterator[str]:
 
 
 def write_log(server: Server, windows: list[Text], path: Path) -> int:
-    """Write the scores of ``windows`` to ``path``, and return how many are those of an interrupted run.
+    """Write the scores of ``windows`` to ``path``, and return the number that an interrupted run had written.
 
-    Until all are there, those that are lie in the file beside it that ends in ".unfinished", also after an error or an
-    interrupt.
+    Until all are there, the finished scores lie in a file beside it that ends in ".unfinished", also after an error or
+    an interrupt.
     """
     from fragility_lab.running.files import write_whole
 

@@ -260,7 +260,7 @@ def read(path: str | Path) -> list[Scored]:
 def require_varied(sequences: Sequence[Scored], path: str | Path) -> None:
     """Raises ValueError if many tokens of the ``sequences`` of ``path``, not all alike, have one log-probability.
 
-    It may be that of all tokens, or the smallest one, which an engine puts in the place of what is below it.
+    The one value is that of all tokens, or the smallest one: an engine that clamps writes it for lower values.
     """
     values, tokens = (np.concatenate([getattr(s, name)[1:] for s in sequences]) for name in ("logprobs", "tokens"))
     tokens, values = tokens[np.isfinite(values)], values[np.isfinite(values)]
@@ -280,7 +280,7 @@ def require_varied(sequences: Sequence[Scored], path: str | Path) -> None:
 def require_single(sequences: Sequence[Scored], path: str | Path) -> None:
     """Raises ValueError if the log-probabilities of all ``sequences`` of ``path``, of some length, never rise.
 
-    They must fall far: those of one token again and again may fall a little each time.
+    Only a large fall counts: the log-probabilities of one repeated token may fall a little each time.
     """
     known = [each.logprobs[np.isfinite(each.logprobs)] for each in sequences]
     falling = all((np.diff(values) <= 0).all() for values in known)

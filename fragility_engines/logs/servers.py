@@ -2,7 +2,7 @@
 
 What each must be sent is in its documentation: vLLM and SGLang score a prompt in one answer, llama.cpp's server only
 what it generates, so that it is made to generate the text. Servers that only know OpenAI's ``echo`` say the tokens as
-texts; those are held against the text that was asked for.
+texts, which are compared with the text that was asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def answer(client: Client, path: str) -> dict[str, Any] | None:
 
 
 def checked(found: Scored, tokens: Sequence[int], unscored: int = 1) -> Scored:
-    """``found`` for the asked ``tokens``, without what was generated after them; the first ``unscored`` have no number.
+    """The part of ``found`` for the asked ``tokens``, without generated tokens; the first ``unscored`` have no number.
 
     Raises ValueError for other tokens, and for tokens that were not scored.
     """

@@ -23,7 +23,7 @@ PASSING = (429, 500, 502, 503, 504)  # statuses of a server that may answer late
 class ServerError(OSError):
     """A server that gave no answer, or not one that can be used; ``status`` is that of HTTP, 0 without one.
 
-    ``passing`` is True for what may be otherwise a little later.
+    ``passing`` is True if a later request may succeed.
     """
 
     def __init__(self, message: str, status: int = 0, passing: bool = False):
@@ -34,9 +34,9 @@ class ServerError(OSError):
 class Client:
     """Asks the server at ``url``, http or https, for at most ``seconds`` in all.
 
-    An answer takes at most ``longest`` seconds and ``most`` bytes. What may pass is asked for again after each of
-    ``WAITS``. A redirect is not followed, and no proxy is used. ``key`` is sent as the bearer's. Raises ValueError for
-    a ``url`` that is none of a server, and for a ``key`` that is no word of ASCII.
+    An answer takes at most ``longest`` seconds and ``most`` bytes. An error that may pass is retried after each of
+    ``WAITS``. A redirect is not followed, and no proxy is used. ``key`` is sent as the bearer's. Raises ValueError
+    for a ``url`` that is none of a server, and for a ``key`` that is no word of ASCII.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ def scaled_matrix(tenths: int, branch: int, factor: float) -> Change:
 
 
 def flipped(tenths: int) -> Change:
-    """A change that turns the rows of a block's first attention matrix around: heads in another order."""
+    """A change that reverses the rows of a block's first attention matrix: heads are then in another order."""
     return lambda model: linear_of(model, tenths, 0)[0].weight.copy_(linear_of(model, tenths, 0)[0].weight.flip(0))
 
 

@@ -65,9 +65,9 @@ class Ground:
         return as_eager(self.model, gap, judge(gap, [*slopes, *further]), lambda: given(self.eager, found))
 
     def row(self, variation: Variation) -> dict[str, object]:
-        """The verdict on ``variation``: what it was, whether that is right, and which cause was named.
+        """The verdict on ``variation`` as a row: its kind, True if it is right, and the cause that was named.
 
-        The ratio is the one beside the attention that the model has.
+        The ratio is the one to the prediction for the attention that the model has.
         """
         gap, verdict = self.judged(variation)
         value, low, high = verdict.fused or verdict.ratio

@@ -41,7 +41,7 @@ class Variation:
     """An engine by ``name``; ``cause`` is a part of the name of the suspect that should be named, "" where none is.
 
     "4:1" is the second branch (MLP) of the block at four tenths of the depth. ``verdicts`` are those that are right.
-    ``seen`` ones had a part in the design of the tests; the others were added when it was finished, and judge it.
+    ``seen`` ones were used to design the tests; the others were added afterwards, and judge the design.
     """
 
     name: str
@@ -112,7 +112,7 @@ def gathered(
 
 
 def in_rows(size: int) -> Engine:
-    """An engine in native bf16 that reads ``size`` windows in a row, each of which sees those before it."""
+    """An engine in native bf16 that reads ``size`` windows in a row, each of which sees the windows before it."""
 
     def run(model: PreTrainedModel, windows: Tensor) -> Tensor:
         low, last = narrow(model), windows.shape[1] - 1
@@ -123,7 +123,7 @@ def in_rows(size: int) -> Engine:
 
 
 def batched(model: PreTrainedModel, windows: Tensor, padding: str = "") -> Tensor:
-    """All windows in one batch, each behind eight tokens of ``padding`` "left" or before them, "right"."""
+    """All windows in one batch, each with eight tokens of ``padding`` before it ("left") or after it ("right")."""
     low = narrow(model)
     pad = windows.new_zeros(len(windows), 8)
     mask = torch.ones_like(windows)

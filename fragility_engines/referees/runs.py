@@ -93,7 +93,7 @@ class Referees(Worker):
 
 
 def asked(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """The version by name of each referee of ``names``, all for none, and the names of those that are not installed."""
+    """Versions, by name, of the referees ``names`` (all if empty), and the names of those that are not installed."""
     known, chosen = versions(environment()), [get_referee(name) for name in names] or list(REFEREES)
     there = {each.name: known[each.package] for each in chosen if each.package in known}
     return there, [each.name for each in chosen if each.name not in there]

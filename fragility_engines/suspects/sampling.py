@@ -26,9 +26,9 @@ def temperature() -> Number:
 
 
 def penalties() -> list[Number]:
-    """The penalties on tokens that were there, and rows of padding in the softmax.
+    """The penalties on tokens that occurred before, and rows of padding in the softmax.
 
-    None is as good as NONE, as numbers are fitted by their logarithms.
+    No penalty is written as NONE, a small number, since numbers are fitted by their logarithms.
     """
     few, many = (1.02, 1.05, 1.1, 1.2, 1.5), (0.02, 0.1, 0.5, 1.0, 2.0)
     kinds = (("repetition", 1.0, few, repeated), ("presence", NONE, many, present), ("frequency", NONE, many, frequent))
@@ -144,12 +144,12 @@ def seen(z: Tensor, tokens: Tensor) -> Tensor:
 
 
 def repeated(by: float, z: Tensor, tokens: Tensor) -> Tensor:
-    """Logits ``z`` (T, V) with a repetition penalty ``by`` a factor on tokens that were there."""
+    """Logits ``z`` (T, V) with a repetition penalty, the factor ``by``, on tokens that occurred before."""
     return torch.where(seen(z, tokens), torch.where(z > 0, z / by, z * by), z)
 
 
 def frequent(by: float, z: Tensor, tokens: Tensor) -> Tensor:
-    """Logits ``z`` (T, V) that are less ``by`` a frequency penalty for each time that a token was there."""
+    """Logits ``z`` (T, V) less the frequency penalty ``by`` for each time that a token occurred before."""
     counts = torch.zeros_like(z)
     counts.scatter_(1, tokens[: len(z), None].to(z.device), 1.0)
     return z - by * counts.cumsum(0)

@@ -154,7 +154,7 @@ def places_of(values: Values) -> frozenset[tuple[int, str]]:
 
 @contextmanager
 def away(values: Values, factor: float, model: PreTrainedModel) -> Iterator[None]:
-    """A context in which parameters differ ``factor`` times as much from other ``values`` as they do."""
+    """A context in which parameters differ from ``values`` by ``factor`` times their present difference."""
     made: list[tuple[Any, str, Any]] = [
         (module, name, new(torch.lerp(value, getattr(module, name), factor))) for module, name, value in values
     ]

@@ -161,7 +161,7 @@ def exchanged(one: Any, other: Any) -> Values:
 
 
 def orders(model: PreTrainedModel, first: Any, last: Any) -> Iterator[tuple[str, Tensor]]:
-    """Other orders of the outputs of a fused layer, ``first``, from which one like the inputs of ``last`` is made."""
+    """Other orders of the outputs of a fused layer ``first``, of which a part, or a combination, enters ``last``."""
     width, taken = rows_of(first.weight, first), rows_of(last.weight, last, inputs=True)
     places, more = torch.arange(width), width - taken
     if more == taken:
@@ -175,7 +175,7 @@ def orders(model: PreTrainedModel, first: Any, last: Any) -> Iterator[tuple[str,
 
 
 def mixed(places: Tensor, outer: int, inner: int) -> Tensor:
-    """``places`` of ``outer`` groups, of ``inner`` parts each, with the parts as groups."""
+    """``places``, ``outer`` groups of ``inner`` parts each, with equal parts of all groups put together."""
     return places.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten()
 
 
@@ -262,7 +262,7 @@ def shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def taken(one: nn.Module, other: nn.Module) -> Values:
-    """The parameters of ``other`` as those of ``one``."""
+    """The parameters of ``other`` as values for the parameters of ``one``."""
     theirs = dict(other.named_parameters())
     holders = [(name, *name.rpartition(".")[::2]) for name in shapes(one)]
     return [(one.get_submodule(path), last, theirs[name]) for name, path, last in holders]

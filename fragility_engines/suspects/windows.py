@@ -70,12 +70,12 @@ def masks(model: PreTrainedModel) -> Iterator[Suspect]:
 
 
 def ahead(hidden: Tensor, places: Tensor) -> Tensor:
-    """``hidden`` (T, T) for ``places`` (T,) each of which sees the next one, too."""
+    """``hidden`` (T, T) for ``places`` (T,) that also see the next place."""
     return hidden & (places - places[:, None] != 1)
 
 
 def itself(hidden: Tensor, places: Tensor) -> Tensor:
-    """``hidden`` (T, T) for ``places`` (T,) none of which sees itself, but for the first, which has no other."""
+    """``hidden`` (T, T) for ``places`` (T,) that do not see themselves, except the first, which sees no other."""
     return hidden | (places[:, None] == places) & (places > 0)
 
 
