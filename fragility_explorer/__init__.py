@@ -1,4 +1,4 @@
-"""Pictures in which a reader asks: what stands behind a committed result, and what would another plan do?
+"""Interactive pictures: what stands behind a committed result, and what would another plan do?
 
 ``results`` shows the committed tables of an experiment; ``passes``, ``training``, ``recipes`` and ``engines`` make its
 data, with ``tables`` and ``words``, and ``windows`` computes what tables do not have (``make shipped``). ``build`` is

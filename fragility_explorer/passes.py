@@ -87,7 +87,7 @@ def _windows(numbers: list[int]) -> list[int] | dict[str, Any]:
 
 
 def looked_into(profile: str, rows: pd.DataFrame, series: tuple[str, ...]) -> dict[int, Any]:
-    """By place in ``rows``: text, errors of tokens, and ``series`` by block of the windows that are looked into."""
+    """Text, errors of tokens, and ``series`` by block of the chosen windows, by their place in ``rows``."""
     places = {key: place for place, key in enumerate(zip(*(rows[name] for name in (*RUN, "window"))))}
     details = {}
     for row in shipped(profile).get("inside", ()):
@@ -103,7 +103,7 @@ def looked_into(profile: str, rows: pd.DataFrame, series: tuple[str, ...]) -> di
 
 
 def texts() -> dict[str, Any]:
-    """The texts of windows that are looked into; where every window begins, by length and seed, and how."""
+    """The texts of chosen windows; and the start of every window, by length and seed, with the text there."""
     return {name: shipped("texts").get(name, {}) for name in ("texts", "starts", "begins")}
 
 
@@ -181,7 +181,7 @@ def e3() -> dict[str, Any]:
 
 
 def _by_kind(sites: pd.DataFrame, rows: pd.DataFrame) -> dict[int, Any]:
-    """By place in ``rows``: the mean shares of the kinds of sites in runs of the window's format and length."""
+    """The mean shares of the kinds of sites in runs of a window's format and length, by its place in ``rows``."""
     shares = sites.set_index(["precision", "length"])
     known = {key: rounded(of) for key, of in zip(shares.index, shares.to_numpy())}
     labels = [in_words(name) for name in shares]

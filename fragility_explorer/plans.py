@@ -71,7 +71,7 @@ def x2_plans() -> dict[str, Any]:
 
 
 def _better(rows: pd.DataFrame) -> dict[str, Any]:
-    """At how many numbers of bits the predicted plan has a smaller measured KL than a random one, by ladder."""
+    """Counts of the budgets at which the predicted plan has a smaller measured KL than a random one, by ladder."""
     told = []
     for schemes, of in rows.groupby("schemes", sort=False):
         ours, chance = (of[of.chosen_by == by].measured.to_numpy() for by in ("prediction", "chance"))

@@ -46,7 +46,7 @@ def x2() -> dict[str, Any]:
 
 
 def _layers(tables: Tables) -> dict[str, Any]:
-    """By recipe: the names of its layers, and the predicted and measured KL of each."""
+    """The names of layers, and the predicted and measured KL of each, by recipe."""
     rows = tables.get("x2_layers")
     if rows is None:
         return {}

@@ -59,7 +59,7 @@ def in_words(recipe: Recipe) -> str:
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """The recipes that a diagnosis takes: by group, and there the name by its label."""
+    """The recipes that a diagnosis takes, by group: a dictionary from the label of a recipe to its name."""
     found: dict[str, dict[str, str]] = {name: {} for name in (RESULTS, WEIGHTS, BOTH, CACHE, TYPES, MIXES, CPUS)}
     for name, recipe in (RECIPES | GGUF | ENGINES).items():
         if recipe.rounds and name != PREQUANTIZED:

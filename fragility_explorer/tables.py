@@ -39,9 +39,9 @@ def rounded(values: Iterable[float], places: int = 3) -> list[float]:
 
 
 def values(column: Iterable[Any], digits: int = 4) -> dict[str, Any]:
-    """A column with so many significant ``digits`` or more, None for what is missing or not finite.
+    """A column with at least ``digits`` significant digits, and None for numbers that are missing or not finite.
 
-    Numbers are whole multiples ``of`` a ``power`` of ten, which is the shortest way to write many of one size.
+    Numbers are whole multiples ``of`` a ``power`` of ten, the shortest way to write many numbers of one size.
     """
     numbers = np.asarray([*column], dtype="float64")
     finite = numbers[np.isfinite(numbers) & (numbers != 0)]

@@ -36,7 +36,7 @@ def policies() -> dict[str, Any]:
 
 
 def course() -> dict[str, Any]:
-    """E5's first seed step by step: the mismatch under each policy, and how many times that without a controller."""
+    """E5's first seed step by step: the mismatch under each policy, and its ratio to that without a controller."""
     models = []
     for tables in committed("e5_course").values():
         table = tables["e5_course"].set_index("step")
@@ -56,7 +56,7 @@ def course() -> dict[str, Any]:
 
 
 def _raised(tables: Tables, run: Any) -> dict[str, Any]:
-    """By block: how often the ``run`` raised ε there, and at which step first; empty if it never did."""
+    """Counts of the times that the ``run`` raised ε in each block, and the first step; empty if it never did."""
     rows = tables["e5_actions"]
     mine = rows[(rows.policy == run.policy) & (rows.seed == run.seed)]
     if mine.empty:

@@ -60,7 +60,7 @@ def grid(model: str) -> tuple[e2.Grid, Inputs]:
 
 
 def chosen() -> dict[tuple[int, int], list[int]]:
-    """The windows of each length and seed that are looked into: those of the largest and the smallest mismatch."""
+    """The chosen windows of each length and seed: those of the largest and the smallest mismatch."""
     profile, precision = CHOSEN_BY
     rows = read_tables(profile)["x1_windows"]
     rows = rows[(rows.precision == precision) & ~rows.overflow]
@@ -148,7 +148,7 @@ def texts() -> dict[str, Any]:
 
 
 def inside(model: str) -> Iterator[dict[str, Any]]:
-    """One row for each window that is looked into, by format."""
+    """One row for each chosen window, by format."""
     for precision in PRECISIONS:
         look = Inside(model, precision)
         for (length, seed), windows in chosen().items():

@@ -1,1 +1,1 @@
-"""The notebooks and the make targets are made of this package; what computes is in ``fragility_core``."""
+"""Experiments, pages and programs behind the notebooks and the make targets; the methods are in ``fragility_core``."""

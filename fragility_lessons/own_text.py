@@ -30,7 +30,7 @@ def _tokenizer() -> "Tokenizer":
 
 @lru_cache(maxsize=8)
 def encoded(text: str) -> Tensor:
-    """The first tokens (1, T) of ``text``, at most MOST and one that shows that the text is longer; none for blanks."""
+    """The first tokens (1, T) of ``text``, up to MOST + 1: the last shows that the text is longer; none for blanks."""
     if not text.strip():
         return torch.empty(1, 0, dtype=torch.int64)
     return _tokenizer()(text, truncation=True, max_length=MOST + 1, return_tensors="pt").input_ids

@@ -1,4 +1,4 @@
-"""Diagnosis of one's own model in a number format: drift, its causes, its effect on tokens, and what to keep in fp32.
+"""Diagnosis of a user's model in a number format: drift, its causes, its effect on tokens, and what to keep in fp32.
 
 ``options`` and ``request`` check what is asked for, ``loading`` loads the model and its windows, ``needs`` forecasts
 time and memory, ``run`` does the work in steps, ``found`` holds the findings, and ``page`` writes them.

@@ -28,8 +28,8 @@ def size(column: str) -> Callable[[float], str]:
 def bulk(diagnosis: Diagnosis) -> dict | None:
     """``few``, the number of ``windows`` that a few tokens decide, and prediction over measurement of a median token.
 
-    The last is None if that token has no error. None if there is no such window, if nothing was measured, and for
-    changed tokens.
+    This ratio is None if the median token has no error. The result is None if a few tokens decide no window, if nothing
+    was measured, and for the target "flips".
     """
     by_token, column = diagnosis.by_token, COLUMNS[target := diagnosis.request.measured_in]
     if by_token is None or by_token.measured is None or target == "flips":

@@ -53,9 +53,9 @@ class Flips:
         return self.changed(shares**0.5 if prediction.target.squared else shares)
 
     def chance(self, texts: float) -> float:
-        """The standard deviation of the mean length of so many ``texts``: how far chance alone moves it.
+        """The standard deviation by chance of the mean length of ``texts``, given as their number.
 
-        Each token changes with one probability, which makes the mean of predicted and measured length.
+        Each token is taken to change with one probability, chosen to give the mean of predicted and measured length.
         """
         known = [self.length] if self.measured_length is None else [self.length, self.measured_length]
         steps, mean = np.arange(1, self.horizon + 1), np.mean(known)

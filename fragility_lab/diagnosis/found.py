@@ -115,7 +115,7 @@ class Diagnosis:
 
     @property
     def rounds(self) -> bool:
-        """False if every number of these windows is one of the format already; True before that is known, too."""
+        """False if the passes over these windows round no number; True also before this is known."""
         known = self.prediction
         return known is None or not known.finite or bool(known.contributions.c2.any())
 

@@ -85,7 +85,7 @@ class Work:
 
     @property
     def lost_windows(self) -> list[int]:
-        """The numbers of the windows whose prediction is not finite, or whose probabilities are so in fp32 alone."""
+        """The numbers of the windows whose prediction is not finite, or whose KL is not although fp32 is finite."""
         lost = {*range(len(self.tokens))} - {*self.finite_windows}
         if (measured := self.found.measured) is not None:
             lost |= {*measured.window[~np.isfinite(measured.kl)]}

@@ -195,7 +195,7 @@ def ledger(policy: Released, layers: int, steps: int) -> dict[str, object]:
 
 
 def ledgers(policies: Sequence[Policy], layers: int, steps: int) -> pd.DataFrame:
-    """``ledger`` of the last of ``policies`` that has one, and of the same with half an action for each block."""
+    """``ledger`` of the last of ``policies`` that has one, and of that policy with half an action for each block."""
     held = [policy for policy in policies if isinstance(policy, Released)][-1:]
     fewer = [replace(policy, max_total_actions=layers // 2) for policy in held]
     return pd.DataFrame([ledger(policy, layers, steps) for policy in held + fewer])

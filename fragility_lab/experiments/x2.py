@@ -148,7 +148,7 @@ def layer_agreement(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def plan_rows(evaluator: Evaluator, ladder: Sequence[str], budgets: int) -> pd.DataFrame:
-    """One row per plan: the best choices among a ``ladder`` of recipes for so many ``budgets`` of bits, measured.
+    """One row per plan: the best choices among a ``ladder`` of recipes, measured, at ``budgets`` numbers of bits.
 
     Beside each plan is a random choice with about as many bits (``chosen_by``). ``predicted`` and ``measured`` are KL.
     The columns that begin with "changed" are the share of changed next tokens. This share is predicted from errors of

@@ -47,7 +47,7 @@ def changed_rows(evaluator: Evaluator, name: str, draws: int = 1) -> pd.DataFram
 
 
 def length_rows(evaluator: Evaluator, name: str, count: int, draws: int = 1) -> pd.DataFrame:
-    """One row for the recipe ``name``: number of ``count`` tokens that greedy decoding shares with fp32, a mean.
+    """One row for the recipe ``name``: the mean number of ``count`` tokens that greedy decoding shares with fp32.
 
     The windows are prompts. The measurement decodes token by token, with keys and values stored as the recipe says.
     """

@@ -1,7 +1,7 @@
 """Models and texts of a hub: fetched before they are loaded, with a reason for every failure.
 
-Any failure of a library is meant by ``except Exception``: errors of huggingface_hub, httpx, hf_xet and datasets have no
-other class in common.
+``except Exception`` here catches any failure of a library: errors of huggingface_hub, httpx, hf_xet and datasets have
+no narrower class in common.
 """
 
 import re

@@ -69,7 +69,7 @@ def embedded_checkpoints() -> list[str]:
 
 
 def not_found(kind: str, name: str, cause: Exception) -> OSError:
-    """One message, which says how to go on, for all errors because of which a model or text cannot be had."""
+    """One error for all that keep a model or text from being loaded; its message says how to go on."""
     where = "the folder" if is_local(name) else "the model hub and this machine's cache"
     words = " ".join(str(cause).split()) or "no message"
     reason = words if isinstance(cause, HubError) else f"{type(cause).__name__}: {words}"

@@ -26,7 +26,7 @@ class Quantity:
     ``values`` is a pandas expression over the table called ``table``; it gives one value per run. A table with a column
     ``policy`` first gets one row per seed (``verdicts.by_seed``). ``paper`` is (mean, standard deviation or None), or
     (runs, all runs) for ``counted`` quantities. ``test`` is a key of ``verdicts.TESTS``: it compares the mean with
-    ``bound``, a number or an expression over the same table. ``smallest``, another such, is the smallest effect of
+    ``bound``, a number or an expression over the same table. ``smallest``, also one of these, is the smallest effect of
     interest: a mean that is nearer to the bound makes no difference that matters. ``digits`` is the format of the
     numbers. Quantities that are not ``sampled`` (E1: the same in every run) have no interval.
     """

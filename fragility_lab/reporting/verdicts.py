@@ -44,7 +44,7 @@ TESTS = {
 def judge(test: str, values: np.ndarray, low: float, high: float, bound: float, smallest: float = 0.0) -> str:
     """The verdict of ``test`` on ``values`` (runs,), whose mean has the interval from ``low`` to ``high``.
 
-    An interval of more than a point within ``smallest`` of the bound shows no difference that matters. Without an
+    An interval, not a point, within ``smallest`` of the bound shows that no difference matters. Without an
     interval (NaN) no claim holds, but one counterexample refutes a claim about every run. If all values equal the
     bound, only "equal" holds: if no run differs, nothing is better.
     """
@@ -106,7 +106,7 @@ def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> tup
 def runs_needed(values: np.ndarray, smallest: float, confidence: float = CONFIDENCE) -> float:
     """The number of runs, scattered as ``values`` (runs,), whose interval is at most ``smallest`` wide on either side.
 
-    So many runs can show that there is no difference that matters. NaN without scatter or ``smallest``.
+    This number of runs can show that there is no difference that matters. NaN without scatter or ``smallest``.
     """
     values = values[np.isfinite(values)].astype(float)
     if len(values) < LEAST or np.ptp(values) == 0 or smallest <= 0:

@@ -24,7 +24,7 @@ from fragility_lab.running.task import Worker, compute
 def complete(
     worker: type[Worker], specs: Sequence[Specification], inputs: Inputs, folder: Path, workers: int = 1, **options
 ) -> pd.DataFrame:
-    """The rows of all runs ``specs``, in their order. Those that ``folder`` lacks are computed and kept there.
+    """The rows of all runs ``specs``, in their order. Runs that ``folder`` lacks are computed and kept there.
 
     Stale runs are computed again unless they are kept (``RunStore.load``). The runs are divided among ``workers``
     processes (0: one per core), or among the workers of the cluster that ``SCHEDULER=`` names. Each process makes its
