@@ -36,7 +36,7 @@ def a_priori_constants(format: str, *, keys: int, head_width: int, features: int
     ``theory.gemm_error_bound``), and a dozen roundings around exponentials (an approximate one may err by 20
     units) and moments.
 
-    The three attention constants include O(u^2) and hold for every input, but for overflow and underflow: below the
+    The three attention constants include O(u^2) and hold for every input without overflow or underflow: below the
     smallest normal number a result may err by half a subnormal spacing more (``kernel_samples.underflow``). a_ln
     also needs fp32's u ||x|| to be small beside sqrt(d_model (sigma^2 + epsilon)). A row in fp32 can break this: for
     x = (10^6 + 1/16, 10^6 + 1/8), gamma = 1 and epsilon = 1e-12 the error is 552 times the bound.

@@ -84,7 +84,7 @@ class Format:
 
     @property
     def storage(self) -> torch.dtype | None:
-        """The dtype of torch that holds the format's numbers and, but for TF32, no others."""
+        """The dtype of torch that holds the format's numbers and (except for TF32) no others."""
         return DTYPES.get(self.name)
 
     elementwise = True  # each entry is rounded by itself, unlike entries under a shared scale

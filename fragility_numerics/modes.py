@@ -1,4 +1,4 @@
-"""Function modes that the code inside of them can find: attention and activations run otherwise in some of them."""
+"""Function modes that the code inside of them can find: in some of them attention and activations run differently."""
 
 from contextvars import ContextVar
 from typing import Any

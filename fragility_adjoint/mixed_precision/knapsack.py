@@ -79,7 +79,7 @@ class Knapsack:
 
     @property
     def _error_terms(self) -> np.ndarray:
-        """The error but for the sum of ``weights``, as coefficients of the variables."""
+        """The error without the sum of ``weights``, as coefficients of the variables."""
         _, weights = self._columns
         return np.concatenate([self.errors, -weights, np.zeros(len(self.shared) + len(self.saved))])
 

@@ -118,7 +118,7 @@ def outstanding(model: PreTrainedModel, gap: Gap, sequences: Sequence[Scored]) -
 
 
 def alike(one: np.ndarray, other: np.ndarray) -> bool:
-    """True if two rows of scores are the same but for rounding."""
+    """True if two rows of scores are equal up to rounding."""
     return bool(np.linalg.norm(one - other) < SAME * np.linalg.norm(one))
 
 

@@ -73,7 +73,7 @@ def get_referee(name: str) -> Referee:
 
 
 class Referees(Worker):
-    """Computes runs of X4. Those over the same windows share the fp32 passes, and what engines make of the model."""
+    """Computes runs of X4. Runs over the same windows share the fp32 passes, and the files that engines make."""
 
     def __init__(self, inputs: Inputs, store: RunStore):
         super().__init__(inputs, store)

@@ -88,7 +88,7 @@ def onnxruntime(model: Path, work: Path, kind: str) -> Run:
 def openvino(model: Path, work: Path, kind: str) -> Run:
     """OpenVINO: "float32" and "bf16"; "int8-w" and "int8", "int4-w" and "int4", as NNCF compresses weights.
 
-    Those without "-w" also round the inputs of products, to int8 in groups of 32: OpenVINO's dynamic quantization.
+    Kinds without "-w" also round the inputs of products, to int8 in groups of 32: OpenVINO's dynamic quantization.
     """
     import nncf
     import openvino as engine

@@ -95,7 +95,7 @@ def alignments() -> Iterator[Suspect]:
 
 
 def heads(model: Any, own: Tensor | None = None) -> Iterator[Suspect]:
-    """Suspects of a head that is tied to the embedding, or not, where the model has it otherwise.
+    """Suspects of a head that is tied to the embedding although the model's is not, or the reverse.
 
     ``own`` is a head in the file of a model that ties it.
     """

@@ -1,4 +1,4 @@
-"""Numbers of a model's settings that an engine may have otherwise, by any amount: epsilon, scales, RoPE, a window.
+"""Numbers of a model's settings that may differ in an engine, by any amount: epsilon, scales, RoPE, a window.
 
 ``catalogue`` tries the usual values as suspects. Where none of them explains a gap, ``comparison.fitting`` looks for
 the value that does.

@@ -1,4 +1,4 @@
-"""Suspects of scales: layers whose output, but for its bias, an engine has too large or too small by one factor.
+"""Suspects of scales: layers whose output, without its bias, an engine has too large or too small by one factor.
 
 A wrong scale of quantized weights is one, or a norm that is loaded wrongly. There are hundreds in a model, too many to
 try each. A router, whose output is no tensor, keeps its scale. ``comparison.scoring`` finds the few that are in

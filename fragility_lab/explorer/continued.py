@@ -54,7 +54,7 @@ class Version:
 def next_tokens(model: PreTrainedModel, text: Tensor, start: int, low: LowPrecision | None = None) -> Words:
     """The most probable tokens after the first ``start`` tokens of ``text`` (1, T), and after each further token.
 
-    The whole text is computed. A cache would make other sums of the same numbers, which round otherwise.
+    The whole text is computed. With a cache, sums would have another order, and so other roundings.
     """
     with nullcontext() if low is None else low.running():
         logits = (model if low is None else low.model)(text, use_cache=False).logits[0, start - 1 :]

@@ -110,7 +110,7 @@ def load(
 
 
 def settings_of(config: PreTrainedConfig) -> str:
-    """The settings of ``config`` in words, but for those of files, versions and this process."""
+    """The settings of ``config`` in words, except settings of files, versions and this process."""
     known = {name: value for name, value in config.to_dict().items() if name not in ASIDE and not name.startswith("_")}
     return json.dumps(known, sort_keys=True, default=str)
 
