@@ -118,5 +118,5 @@ def give_cache(
     if given is None:
         given = DynamicCache(config=model.config.get_text_config(decoder=True))
     elif given.get_seq_length():
-        raise ValueError("a rounded KV cache must be filled from the start, got one that holds tokens: give an empty")
+        raise ValueError("a rounded KV cache must be filled from the start, got one that holds tokens: give a new one")
     return args, kwargs | {"past_key_values": rounded(given, stored, kept), "use_cache": True}

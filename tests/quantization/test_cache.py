@@ -41,7 +41,7 @@ def test_counters_of_others_may_run_inside(recipe, tiny_gpt2, tiny_tokens):
 def test_an_empty_cache_is_filled_with_rounded_numbers_and_a_filled_one_refused(tiny_gpt2, tiny_tokens):
     low = lower(tiny_gpt2, "kv-fp8@fp32")
     filled = tiny_gpt2(tiny_tokens, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="must be filled from the start, got one that holds tokens: give an empty"):
+    with pytest.raises(ValueError, match="must be filled from the start, got one that holds tokens: give a new one"):
         low(tiny_tokens, past_key_values=filled)
     given = DynamicCache()
     whole = low(tiny_tokens, past_key_values=given, use_cache=False)
