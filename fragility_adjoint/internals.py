@@ -139,15 +139,12 @@ def refer(x: Tensor, reference: Tensor) -> Tensor:
     return x
 
 
-def reading_of(x: Tensor) -> tuple[Any, ...]:
-    """What ``keep_reading`` was given for ``x``; empty if nothing was, or if ``x`` has changed since."""
-    version, reading = getattr(x, "_reading", (-1, ()))
-    return reading if version == x._version else ()
-
-
-def keep_reading(x: Tensor, *reading: Any) -> None:
-    """Keep with ``x`` how it was read, for as long as it is there."""
-    vars(x)["_reading"] = x._version, reading
+def read_as(x: Tensor) -> dict[Any, Any]:
+    """What was kept of ``x`` by how it was read, for as long as it is there and does not change."""
+    version, known = getattr(x, "_read_as", (-1, {}))
+    if version != x._version:
+        vars(x)["_read_as"] = x._version, (known := {})
+    return known
 
 
 def copy_marks(source: Tensor, x: Tensor) -> Tensor:

@@ -215,3 +215,28 @@ def get_recipe(name: str | Recipe | NumberFormat | torch.dtype) -> Recipe:
     if at and kernels not in FORMATS:
         raise ValueError(f"kernels beside which a recipe runs must be in one of {', '.join(FORMATS)}, got {name!r}")
     return found.beside(kernels) if at else found
+
+
+def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
+    """The recipes among which a budget of bits chooses: the one named ``name``, one of 8 bits, and the kernels' format.
+
+    For a type of ggml they are all types with at least its bits, for a mix all types. Raises ValueError for a recipe
+    without schemes for weights, with a cache, or with schemes for embedding and head.
+    """
+    recipe = get_recipe(name)
+    ends = not recipe.gguf and (recipe.embedding or recipe.head)
+    if recipe.linear.weights is None or recipe.cache is not None or ends:
+        raise ValueError(
+            "a budget of bits, KL or MB divides the weights between schemes, so the recipe must name the smallest, "
+            f"such as w4a16-g128, without a KV cache or schemes for embedding and head, got {name!r}"
+        )
+    names = [name.partition("@")[0]]
+    if recipe.gguf:
+        least = recipe.linear.weights.bits if recipe.gguf == f"ggml-{recipe.linear.weights.name}" else 0
+        names = [f"ggml-{each}" for each in WEIGHTS if TYPES[each].bits >= least]
+        names.sort(key=lambda each: each != recipe.gguf)
+    elif recipe.linear.weights.bits < 8:
+        names.append("w8a16-g128" if recipe.linear.inputs is None else "fp8-dynamic")
+    kernels = "fp32" if weights_only else recipe.kernels.name
+    beside = [get_recipe(each if get_recipe(each).kernels.name == kernels else f"{each}@{kernels}") for each in names]
+    return [*beside, get_recipe(kernels)]

@@ -1,9 +1,8 @@
 """Samples of the rounding errors of a pass: each of the errors that a prediction knows gets a random sign.
 
-A prediction adds up squares, and so says how large an error is on the whole. What a choice depends on, such as the most
-probable next token, differs from position to position: how far the errors of several logits are apart, and which of
-them are large together. One pass with random signs is one draw of all of them. A pass with a share of every error shows
-whether the error of the output grows in proportion, as a prediction assumes.
+A prediction adds up squares: it says how large an error is on the whole. A choice, such as that of the next token,
+depends on which errors of logits are large together. One pass with random signs is one draw of all of them. A pass with
+a share of every error shows whether the error of the output grows in proportion, as a prediction assumes.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.knapsack import Knapsack
 from fragility_adjoint.predictor import Adjoint, Prediction
 from fragility_adjoint.predictor.targets import Target
-from fragility_core.models.paths import within
+from fragility_core.models.paths import within, without_cache
 from fragility_exports.plan import Plan
 from fragility_quantization.gguf_tensors import group_bits, tensor_groups, with_shared
 from fragility_quantization.operands import linear_weights, owner
@@ -57,7 +57,7 @@ def fused_layers(model: nn.Module, tokens: Tensor) -> list[tuple[str, ...]]:
         for path in paths:
             hook = model.get_submodule(path).register_forward_pre_hook(partial(see, path))
             stack.callback(hook.remove)
-        model(tokens, **structure.without_cache(model))
+        model(tokens, **without_cache(model))
     groups: dict[tuple, list[str]] = {}
     for path in paths:
         groups.setdefault(seen.get(path, (path,)), []).append(path)

@@ -1,11 +1,10 @@
-"""Budgets in words, and the schemes among which one of bits chooses."""
+"""Budgets in words."""
 
 import math
 import re
 import reprlib
 
-from fragility_quantization.ggml import TYPES, WEIGHTS
-from fragility_quantization.recipes import Recipe, get_recipe
+from fragility_quantization.recipes import Recipe
 
 COUNTED = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 DIVERGENCE = re.compile(r"kl\s*(\d+(?:\.\d+)?(?:e-?\d+)?)", re.IGNORECASE)
@@ -44,28 +43,3 @@ def mixes_schemes(budget: str, recipe: Recipe) -> bool:
     """True if ``budget`` is for a choice of schemes beside ``recipe``, not for what is kept in fp32."""
     unit = parse_budget(budget)[1]
     return unit in ("bits", "kl") or (unit == "bytes" and recipe.linear.weights is not None)
-
-
-def schemes_beside(name: str, weights_only: bool = False) -> list[Recipe]:
-    """The recipes among which a budget of bits chooses: the one named ``name``, one of 8 bits, and the kernels' format.
-
-    For a type of ggml they are all types with at least its bits, for a mix all types. Raises ValueError for a recipe
-    without schemes for weights, with a cache, or with schemes for embedding and head.
-    """
-    recipe = get_recipe(name)
-    ends = not recipe.gguf and (recipe.embedding or recipe.head)
-    if recipe.linear.weights is None or recipe.cache is not None or ends:
-        raise ValueError(
-            "a budget of bits, KL or MB divides the weights between schemes, so the recipe must name the smallest, "
-            f"such as w4a16-g128, without a KV cache or schemes for embedding and head, got {name!r}"
-        )
-    names = [name.partition("@")[0]]
-    if recipe.gguf:
-        least = recipe.linear.weights.bits if recipe.gguf == f"ggml-{recipe.linear.weights.name}" else 0
-        names = [f"ggml-{each}" for each in WEIGHTS if TYPES[each].bits >= least]
-        names.sort(key=lambda each: each != recipe.gguf)
-    elif recipe.linear.weights.bits < 8:
-        names.append("w8a16-g128" if recipe.linear.inputs is None else "fp8-dynamic")
-    kernels = "fp32" if weights_only else recipe.kernels.name
-    beside = [get_recipe(each if get_recipe(each).kernels.name == kernels else f"{each}@{kernels}") for each in names]
-    return [*beside, get_recipe(kernels)]

@@ -17,6 +17,7 @@ from fragility_adjoint.mixed_precision.knapsack import Knapsack
 from fragility_adjoint.mixed_precision.plans import require_modules
 from fragility_adjoint.mixed_precision.structure import Structure
 from fragility_adjoint.predictor.sites import COLUMNS
+from fragility_core.models.configuration import text_config
 from fragility_core.models.paths import embedding_paths, head_paths, is_norm, lineage, outermost, within
 from fragility_exports.plan import Plan
 from fragility_quantization.operands import stored_weights
@@ -275,7 +276,7 @@ class Contributions:
     @property
     def stream_bytes(self) -> int:
         """Extra bytes of an fp32 residual stream, per token."""
-        width = getattr(structure.text_config(self.model), "hidden_size", 0) or 0
+        width = getattr(text_config(self.model), "hidden_size", 0) or 0
         return int((structure.FP32_BITS - self.recipe.kernels.bits) // 8) * width
 
     def _require_sites(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:

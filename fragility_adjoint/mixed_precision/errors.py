@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fragility_adjoint.mixed_precision.bits import Choices, choices_beside, predictions
-from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
+from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget
 from fragility_adjoint.mixed_precision.contributions import Contributions
 from fragility_adjoint.mixed_precision.plans import apply
 from fragility_adjoint.predictor import Adjoint, Prediction
@@ -20,7 +20,7 @@ from fragility_exports.libraries import Export
 from fragility_exports.llama_cpp import LIBRARIES
 from fragility_exports.plan import Plan, to_json
 from fragility_quantization.quantized import Quantized, lower
-from fragility_quantization.recipes import Recipe, get_recipe
+from fragility_quantization.recipes import Recipe, get_recipe, schemes_beside
 from fragility_quantization.static_scales import calibrated, needs_calibration, require_named
 
 GROUPED = ("layer", "site", "module", "kind", "name")  # columns of ``sites.Sites.table``

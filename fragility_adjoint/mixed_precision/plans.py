@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from fragility_adjoint.mixed_precision.structure import scores_can_be_kept, without_cache
+from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
 from fragility_core.models.paths import (
     block_paths,
     branch_paths,
@@ -25,6 +25,7 @@ from fragility_core.models.paths import (
     norm_paths,
     outermost,
     within,
+    without_cache,
 )
 from fragility_exports.plan import Plan
 from fragility_numerics.attention import FP32_SCORES, set_attention

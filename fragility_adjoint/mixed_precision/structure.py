@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from fragility_adjoint.internals import can_set_attention
 from fragility_core.models import paths
+from fragility_core.models.configuration import heads_width, text_config
 from fragility_core.models.paths import block_of, embedding_paths, lineage, within
 from fragility_numerics.attention import FP32_SCORES, set_attention
 from fragility_numerics.lowering import sharing_copy
@@ -42,11 +42,6 @@ def scores_can_be_kept(model: Any) -> bool:
     except (TypeError, ValueError, IndexError):  # the model needs more, or its attention is more than a softmax
         return False
     return bool(torch.linalg.vector_norm(a - b) <= 1e-3 * torch.linalg.vector_norm(a))
-
-
-def without_cache(model: nn.Module) -> dict[str, bool]:
-    """The options of a pass of ``model`` that keeps no state for tokens to come."""
-    return {"use_cache": False} if isinstance(model, PreTrainedModel) else {}
 
 
 class Structure:
@@ -213,17 +208,3 @@ def flops(structure: Structure, kept: Collection[str], scores: bool, length: int
     inside = sum(width for layer, width in layers.items() if any(within(layer, path) for path in kept))
     others = (sum(layers.values()) - inside) * scores
     return 2 * weights + (4 * inside + 2 * others) * length
-
-
-def heads_width(config: Any, number: int) -> int:
-    """The width of all attention heads together in the layer of this ``number``; 0 if ``config`` does not give it."""
-    layer = config.per_layer_config[number] if getattr(config, "is_heterogeneous", False) else config
-    width, heads = (getattr(layer, name, 0) or 0 for name in ("hidden_size", "num_attention_heads"))
-    return heads * (getattr(layer, "head_dim", None) or width // max(heads, 1))
-
-
-def text_config(model: nn.Module) -> PreTrainedConfig | None:
-    """The configuration for text, of the model or of one inside it; None if there is none."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    found = next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
-    return None if found is None else found.get_text_config()

@@ -15,16 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fragility_adjoint.internals import (
-    copy_marks,
-    is_stream,
-    is_view,
-    keep_reading,
-    mark_stored,
-    mark_stream,
-    reading_of,
-    stored_as,
-)
+from fragility_adjoint.internals import copy_marks, is_stream, is_view, mark_stored, mark_stream, read_as, stored_as
 from fragility_adjoint.predictor.calls import FunctionCall
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
@@ -254,17 +245,15 @@ class LowArithmetic(FunctionMode):
             call.args, call.kwargs = map_tensors(call.args, change), map_tensors(call.kwargs, change)
 
     def _read(self, x: Tensor, stored: NumberFormat) -> Tensor:
-        """The input ``x`` of a linear layer, rounded as ``stored``.
-
-        Layers that read the same tensor, such as those of queries, keys and values, read it with the same errors.
-        """
-        scheme, y, known = reading_of(x) or (None, x, None)
-        if scheme != stored or not self.recorder.alike:
-            y = self.round(self.call(Tensor.clone, x), "operand", "weights", format=stored)
-            keep_reading(x, stored, y, self.operand)
-        elif y.requires_grad:
+        """The input ``x`` of a linear layer as ``stored`` rounds it, once for all layers that read the same tensor."""
+        known = read_as(x)
+        if stored not in known or not self.recorder.alike:
+            known[stored] = self.round(self.call(Tensor.clone, x), "operand", "weights", format=stored), self.operand
+            return known[stored][0]
+        y, first = known[stored]
+        if y.requires_grad:
             y = copy_marks(y, y.view_as(y))
-            self.recorder.watch_reader(self.recorder.kernel("operand", "weights"), y, *known)
+            self.recorder.watch_reader(self.recorder.kernel("operand", "weights"), y, *first)
         return y
 
     def _round_result(self, y: Tensor, call: FunctionCall, stored: Tensor | None = None) -> Tensor:

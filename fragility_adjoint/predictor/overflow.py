@@ -1,9 +1,8 @@
 """The first overflow of a low-precision pass: the kernel, and the part of the model that it belongs to.
 
 The pass itself is watched, kernel by kernel, native or emulated. A kernel leaves the range if its result is not finite
-where all that it reads is. In fp64 the same kernel tells an overflow from a division by zero. Three things are no
-overflow: a mask that adds minus infinity or the lowest number, scores that a later kernel hides, and what happens
-inside of an activation whose result is finite.
+where all that it reads is. In fp64 the same kernel tells an overflow from a division by zero. No overflow are a mask
+that adds minus infinity or the lowest number, scores that a later kernel hides, and an activation's finite result.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,9 +2,8 @@
 
 Products are the library's own, but their gradients take less time than the library's:
 
-- Products with weights: gradients are multiplied in bf16 where the device does that fastest. Each of them then has a
-  relative error of up to 2^-9. These errors are independent, and average out in the sum of squares over all entries
-  that a contribution is.
+- Products with weights: gradients are multiplied in bf16 where the device does that fastest. Each then has a relative
+  error of up to 2^-9. These errors average out in a contribution, a sum of squares over all entries.
 - Fused attention, on a CPU: gradients are computed in fp32, without the keys that a row cannot see.
 """
 

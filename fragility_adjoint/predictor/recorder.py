@@ -94,8 +94,7 @@ class ErrorRecorder:
     def rewind(self, mark: tuple[int, int] = (0, 0)) -> None:
         """Drop the records since ``mark``, or all: those of a pass that has failed."""
         del self._records[mark[0] :], self._extremes[mark[1] :]
-        self._readers.clear()
-        for rows in self._looked_up.values():
+        for rows in (*self._looked_up.values(), *self._readers.values()):
             rows.clear()
 
     def begin(self, window: int = 0) -> None:
@@ -172,13 +171,9 @@ class ErrorRecorder:
         result.register_hook(partial(beyond_vmap, lambda gradient: record(place, error * gradient)))
 
     def watch_reader(self, place: int, view: Tensor, first: int, error: Tensor) -> None:
-        """Watch a further reader, at ``place``, of what was rounded at the place ``first``, by a ``view`` of its own."""
-        key = self.now.window, first
-
-        def keep(gradient: Tensor) -> None:
-            self._readers.setdefault(key, []).append((place, error * gradient))
-
-        view.register_hook(partial(beyond_vmap, keep))
+        """Watch the kernel at ``place``, which reads by a ``view`` what was rounded at the place ``first``, too."""
+        known = self._readers.setdefault((self.now.window, first), [])
+        view.register_hook(partial(beyond_vmap, lambda gradient: known.append((place, error * gradient))))
 
     def watch_view(self, place: int, view: Tensor, error: Tensor) -> None:
         """Watch a kernel that wrote to a ``view``: autograd gives gradients to the whole tensor."""
@@ -246,43 +241,41 @@ class ErrorRecorder:
         every position. There the products are first summed over positions, the last dimension but one.
         """
         window = self.now.window if window is None else window
-        readers, share = self._readers.pop((window, place), []), self.shares[self.numbered[place].kind]
-        if not share:
-            return
-        pieces = [weighted_error] if isinstance(weighted_error, Tensor) else weighted_error
-        if readers:
-            (whole,) = pieces
-            found = self._by_reader(place, whole, readers)
-        else:
-            norms, sums = zip(*(self._norms_and_sums(place, piece) for piece in pieces))
-            norm = torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0]
-            found = [(place, norm, sum(sums))]
-        for each, norm, total in found:
-            values = torch.stack([norm * share**0.5, total * share])
-            self._records.append((window, self.probe + first, each, values))
+        readers, share = self._readers.get((window, place), []), self.shares[self.numbered[place].kind]
+        if share:
+            pieces = [weighted_error] if isinstance(weighted_error, Tensor) else weighted_error
+            for each, norm, total in self._by_reader(place, pieces, readers):
+                values = torch.stack([norm * share**0.5, total * share])
+                self._records.append((window, self.probe + first, each, values))
+        readers.clear()
 
-    def _by_reader(self, place: int, whole: Tensor, readers: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor, Tensor]]:
-        """Places, norms and sums of all that read one rounded tensor; ``whole`` is that of all together.
+    def _by_reader(
+        self, place: int, pieces: Iterable[Tensor], readers: list[tuple[int, Tensor]]
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Places, norms and sums (P,) of the kernels that read what was rounded at ``place``, and by ``readers``.
 
-        Each reader has the share of the whole square that it has in the sum of the readers' own squares.
+        ``pieces`` are of all kernels together. Each kernel has the share of their square that its own has in the sum.
         """
+        if not readers:
+            return [(place, *self._norms_and_sums(place, pieces))]
+        (whole,) = pieces = [*pieces]
         own = [(place, whole - sum(x for _, x in readers)), *readers]
-        places, (norms, sums) = [each for each, _ in own], zip(*(self._norms_and_sums(*each) for each in own))
-        factor = self._norm(place, whole) / torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        return [(each, norm * factor.nan_to_num(0.0), total) for each, norm, total in zip(places, norms, sums)]
+        found = [(each, *self._norms_and_sums(each, [x])) for each, x in own]
+        factor, *_ = self._norms_and_sums(place, pieces, shown=False)
+        factor /= torch.linalg.vector_norm(torch.stack([norm for _, norm, _ in found]), dim=0)
+        return [(each, norm * factor.nan_to_num(0.0), total) for each, norm, total in found]
 
-    def _norms_and_sums(self, place: int, weighted_error: Tensor) -> tuple[Tensor, Tensor]:
-        """Norms and sums (P,) of an error times gradient (P, ...)."""
-        if self.observer is not None:
-            self.observer(place, weighted_error)
-        own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
-        return self._norm(place, weighted_error), own.sum(1)
-
-    def _norm(self, place: int, weighted_error: Tensor) -> Tensor:
-        own = weighted_error.flatten(1) if weighted_error.ndim > 1 else weighted_error[:, None]
-        if self.alike and self.numbered[place].name in ALIKE and weighted_error.ndim > 2:  # see ``record``
-            own = weighted_error.sum(-2).flatten(1)
-        return torch.linalg.vector_norm(own, dim=1)
+    def _norms_and_sums(self, place: int, pieces: Iterable[Tensor], shown: bool = True) -> tuple[Tensor, Tensor]:
+        """Norms and sums (P,) of an error times gradient (P, ...) in ``pieces``, which the observer is ``shown``."""
+        norms, sums = [], []
+        for piece in pieces:
+            if self.observer is not None and shown:
+                self.observer(place, piece)
+            alike = self.alike and self.numbered[place].name in ALIKE and piece.ndim > 2  # see ``record``
+            own = (piece.sum(-2) if alike else piece)[:, None].flatten(1)
+            norms.append(torch.linalg.vector_norm(own, dim=1))
+            sums.append(own.sum(1))
+        return torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0], sum(sums)
 
     def record_extremes(self, place: int, stored: Tensor) -> None:
         """Record the largest and the lowest number ``stored`` at ``place``: infinite after an overflow."""

@@ -1,8 +1,8 @@
 """Differentiated passes of offloaded models: one part after the other has its weights and its graph.
 
 The forward pass runs each part as the whole pass does, and keeps only what entered it. The backward pass runs each part
-again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth. The
-kernels are those of the whole pass, in the same order, so that all numbers are the same.
+again from there, and then back. Memory holds one part at a time; only what enters the parts grows with the depth.
+Kernels run in the order of the whole pass, so that all numbers are the same.
 
 Several windows share each read. Their forward passes run side by side (``fragility_offload.lockstep``). One backward
 pass goes through all of them, part by part: a link from part n of every window to part n + 1 of all windows makes

@@ -39,6 +39,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """The options of a pass of ``model`` that keeps no state for tokens to come."""
+    return {"use_cache": False} if isinstance(model, PreTrainedModel) else {}
+
+
 @without_padding
 def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
     """The final hidden state (B, T, d_model) of a Hugging Face model, after its final norm; else the module's output.

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from fragility_adjoint.mixed_precision import KEEPABLE_SITES
-from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget, schemes_beside
+from fragility_adjoint.mixed_precision.budget import mixes_schemes, parse_budget
 from fragility_lab.diagnosis.options import Options
 from fragility_lab.inputs.names import shortened, titled
-from fragility_quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe
+from fragility_quantization.recipes import PREQUANTIZED, RECIPES, Recipe, get_recipe, schemes_beside
 
 
 @dataclass(frozen=True)

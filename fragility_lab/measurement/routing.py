@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from fragility_adjoint.explain.error_samples import ErrorSamples
-from fragility_adjoint.mixed_precision.structure import text_config
+from fragility_core.models.configuration import text_config
 from fragility_core.models.paths import final_hidden
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.nested import together

@@ -220,7 +220,7 @@ def test_layers_that_read_one_tensor_read_the_same_errors(gradients, monkeypatch
     x = model.embedding.weight[4:5]
     error = (x - LINEAR["w8a8-int8"].inputs.round(x)).double()
     signs = torch.tensor(hadamard(8)).double()
-    effects = torch.stack([signs @ layer.weight.double() * error for layer in model.layers])  # (layers, probes, channels)
+    effects = torch.stack([signs @ layer.weight.double() * error for layer in model.layers])
     each, whole = effects.square().sum(-1), effects.sum(0).square().sum(-1)  # by layer and probe; by probe
     assert found.c2.sum() == pytest.approx(whole.sum().item(), rel=1e-4) and abs(whole.sum() / each.sum() - 1) > 0.05
     np.testing.assert_allclose(found.c2, (each / each.sum(0) * whole).sum(-1), rtol=1e-4)

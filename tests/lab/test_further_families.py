@@ -26,9 +26,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fragility_adjoint.explain.error_samples import ErrorSamples, ScaledErrors
 from fragility_adjoint.mixed_precision import Contributions
 from fragility_adjoint.mixed_precision.bits import fused_layers
-from fragility_adjoint.mixed_precision.structure import heads_width, scores_can_be_kept
+from fragility_adjoint.mixed_precision.structure import scores_can_be_kept
 from fragility_adjoint.predictor import Adjoint
 from fragility_adjoint.predictor.windows import windows_of
+from fragility_core.models.configuration import heads_width
 from fragility_core.models.paths import block_paths, final_hidden, hidden_and_logits
 from fragility_core.theory import mismatch
 from fragility_engines.comparison.slopes import Directions
