@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from fragility_core.bgss import get_policy, policy_class
 from fragility_core.bgss.state import State, advance
 from fragility_core.models.blocks import blocks
-from fragility_core.models.padding import as_windows, require_model
+from fragility_core.models.padding import as_windows, require_loaded
 from fragility_core.models.paths import evaluating
 from fragility_core.surrogates.scoring import Estimator, Scores
 from fragility_core.surrogates.shadow import Shadow
@@ -19,8 +19,8 @@ from fragility_numerics.lowering import lower
 class Controller:
     """Raises the epsilons of a model in training by a policy, from one low-precision pass a step.
 
-    ``state`` says what it has done; ``bgss.action_table(controller.state)`` lists it. ``shadow`` is the model's copy in
-    low precision.
+    ``state`` says what it has done; ``bgss.action_table(controller.state)`` lists it. To resume a run, set the one
+    that was saved, and the model has its epsilons. ``shadow`` is the model's copy in low precision.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Controller:
         ``seed`` is for policies that draw. Raises TypeError if ``model`` is no model of transformers, has unknown
         blocks, or lacks a norm before each sublayer, and raises the errors of ``get_policy`` and ``lowering.lower``.
         """
-        require_model(model)
+        require_loaded(model)
         found = blocks(model)
         first = found[0].norm_1
         if first is None or any(None in (block.norm_1, block.norm_2) for block in found):
@@ -46,14 +46,26 @@ class Controller:
         given = {"base_epsilon": first.eps, "unit_roundoff": low.format.unit_roundoff}
         self.policy = get_policy(policy, **{k: v for k, v in given.items() if k in known} | parameters)
         self.model, self.shadow = model, Shadow(model, low, estimator)
-        self.state: State = self.policy.start(len(found), seed)
-        self.shadow.set_epsilons(self.state.epsilon)
+        self.state = self.policy.start(len(found), seed)
+
+    @property
+    def state(self) -> State:
+        """The state of the policy; that of another model raises ValueError."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if state.layers != (depth := len(self.shadow.monitor.blocks)):
+            raise ValueError(f"a state must be of the model's {depth} blocks, got one of {state.layers}")
+        self._state = state
+        self.shadow.set_epsilons(state.epsilon)
 
     def step(self, tokens: Any) -> Scores:
         """Observe one window ``tokens`` (1, T) after an optimizer step, decide, and set the epsilons of the next step.
 
         Tokens come in any form of ``padding.as_windows``, without padding, whose errors are raised. Raises ValueError
-        for more than one window: a policy decides on the blocks of one.
+        for more than one window: a policy decides on the blocks of one. Processes that train one model (DDP) must all
+        give the same window, or their epsilons part.
         """
         window, mask = as_windows(tokens, self.model)
         if len(window) != 1:
@@ -65,5 +77,4 @@ class Controller:
         signal = float(scores.windows.combined.iloc[0])
         actions = self.policy.decide(self.state, scores.layers, signal)
         self.state = advance(self.state, signal, actions)
-        self.shadow.set_epsilons(self.state.epsilon)
         return scores

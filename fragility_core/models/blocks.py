@@ -152,6 +152,9 @@ class _Reading:
         attending = set(self.attention.modules())
         self.inside, self.outside = [m for m in calls if m in attending], [m for m in calls if m not in attending]
         self.projections, self.mlp = ([m for m in part if is_linear(m)] for part in (self.inside, self.outside))
+        own = {name for m in (*self.projections, *self.mlp) for name, _ in m.named_parameters(recurse=False)}
+        more = sorted(own - {"weight", "bias"})
+        self.require(not more, f"linear layers of a weight and a bias alone, got also {more}")
 
     def require(self, found: object, sought: str) -> None:
         if not found:
@@ -171,22 +174,12 @@ class _Reading:
         *mlp_in, mlp_out = self.mlp
         activation, up = self.activation_and_up()
         return Block(
-            module=self.module,
-            norm_1=norm_1,
-            attention=self.attention,
-            **heads,
+            self.module, norm_1, self.attention, **heads,
             score_scaling=getattr(self.attention, "scaling", heads["head_width"] ** -0.5),
-            head_norms=self.head_norms(),
-            attention_out=self.projections[-1],
-            norm_2=norm_2,
-            mlp_in=Projection(tuple(mlp_in)),
-            activation=activation,
-            up=up,
-            mlp_out=mlp_out,
-            parallel=parallel,
-            out_norm_1=outs[0],
-            out_norm_2=outs[1],
-        )
+            head_norms=self.head_norms(), attention_out=self.projections[-1],
+            norm_2=norm_2, mlp_in=Projection(tuple(mlp_in)), activation=activation, up=up, mlp_out=mlp_out,
+            parallel=parallel, out_norm_1=outs[0], out_norm_2=outs[1],
+        )  # fmt: skip
 
     def norm_behind(self, outs: list[nn.Module]) -> Norm | None:
         """The norm of what the projection in ``outs`` returns, if there is one."""

@@ -122,7 +122,7 @@ def require_model(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"a model of transformers is needed, got a {type(model).__name__}, {' '.join(repr(model).split()):.60}: "
-            "give what from_pretrained returned (model._orig_mod of a compiled one, merge_and_unload() of adapters)"
+            "give what from_pretrained returned (._orig_mod if compiled, .module of DDP, merge_and_unload() of LoRA)"
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"a decoder alone is needed, got {type(model).__name__}, which has an encoder, too")

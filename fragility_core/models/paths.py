@@ -60,7 +60,7 @@ def final_hidden(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def hidden_and_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """``final_hidden`` and the logits (B, T, vocabulary) of one pass; the logits as the model scales or caps them."""
+    """``final_hidden`` and the logits (B, T, vocabulary) of one pass, as the model, which has a head, scales them."""
     finals: list[Tensor] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -71,8 +71,10 @@ def hidden_and_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]
         for path, module in model.named_modules():  # the last to return it is taken: OPT's head calls the decoder alone
             if block_of(path) is None:
                 stack.callback(forward_hook(module, keep).remove)
-        logits = model(tokens, use_cache=False).logits
-    return finals[-1], logits
+        output = model(tokens, use_cache=False)
+    if not hasattr(output, "logits"):
+        raise TypeError(f"a loss needs a head: load AutoModelForCausalLM, got {type(model).__name__}")
+    return finals[-1], output.logits
 
 
 def block_of(path: str) -> tuple[str, int, str] | None:

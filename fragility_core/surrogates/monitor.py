@@ -111,8 +111,7 @@ class PassRecord:
             # The kernel's scale is 1 / sqrt(sigma^2 + epsilon).
             variance = (scale**-2 - epsilons[:, number, None, None]).clamp_min(0)
             stacked[f"input_{site}_norm"] = (width * (variance + mean**2)).sum(-1).sqrt()
-            stacked[f"variance_{site}"] = variance.mean(-1)
-            stacked[f"variance_{site}_min"] = variance.amin(-1)
+            stacked |= {f"variance_{site}": variance.mean(-1), f"variance_{site}_min": variance.amin(-1)}
         return stacked
 
 
@@ -155,7 +154,9 @@ class AttentionStatistics:
                 sampled.copy_(probabilities.index_select(2, chosen))
 
     def result(self) -> dict[str, Tensor]:
-        """Norms of segments, (B, segments) each."""
+        """Norms of segments, (B, segments) each. Raises ValueError if the attention ran unseen."""
+        if not hasattr(self, "rows"):
+            raise ValueError("the score needs one configuration for all blocks, got a block copied with its own")
         return {
             "query_norm": self.query_norm, "key_norm": self.key_norm,
             "score_norm": torch.cat(self.scored, -1), "probability_norm": torch.cat(self.weighted, -1),
@@ -239,8 +240,7 @@ class Monitor:
         if attention_mask is not None:
             alike = groups(tokens, attention_mask)
             known = [None if reference is None else group.of(reference) for group in alike]
-            seen = [self(group.of(tokens), own, loss) for group, own in zip(alike, known)]
-            return joined(alike, seen, tokens.shape[1])
+            return joined(alike, [self(g.of(tokens), own, loss) for g, own in zip(alike, known)], tokens.shape[1])
         record = PassRecord(len(self.blocks))
         with ExitStack() as stack:
             for layer, block in enumerate(self.blocks):

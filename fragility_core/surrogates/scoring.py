@@ -171,12 +171,9 @@ def score(
     parts = {name: grid(terms[f"{name}_term"]) for name in ("attention", "layernorm", "remainder")}
     magnitude = theory.local_magnitude(parts["remainder"], parts["attention"], parts["layernorm"])
     risk = theory.layer_risk(magnitude, downstream, final_norm)
-    block = terms.assign(
-        magnitude=magnitude.flatten().numpy(),
-        downstream_transport=downstream.flatten().numpy(),
-        risk=risk.flatten().numpy(),
-        dominance=theory.layernorm_dominance(parts["layernorm"], magnitude).flatten().numpy(),
-    )
+    dominance = theory.layernorm_dominance(parts["layernorm"], magnitude)
+    found = {"magnitude": magnitude, "downstream_transport": downstream, "risk": risk, "dominance": dominance}
+    block = terms.assign(**{name: x.flatten().numpy() for name, x in found.items()})
     even = torch.ones_like(magnitude)
     signals = {
         "combined": risk,

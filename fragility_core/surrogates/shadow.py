@@ -29,6 +29,7 @@ class Shadow:
         self.monitor = Monitor(low, power_iteration=getattr(estimator, "transport", None) == "power_iteration")
         self.blocks = [blocks(model), self.monitor.blocks]
         self.storing = [*how_stored(model, low.format, low.weights_only).values()]
+        self.layout = [(x.shape, x.dtype) for x in model.parameters()]
 
     def set_epsilons(self, epsilons: Sequence[float]) -> None:
         """Set LayerNorm's epsilon of every block, in the model and in the copy."""
@@ -40,9 +41,15 @@ class Shadow:
         """Scores of the copy's pass over ``tokens`` (B, T), with the weights that the model has now.
 
         The window rows have the copy's ``loss``, and its ``mismatch`` with the model, which must be in eval mode.
-        Raises ValueError under autocast.
+        Raises ValueError under autocast, and for a model whose blocks or parameters are others now.
         """
         require_no_autocast()
+        inside = {block.module for block in self.blocks[0]} <= {*self.model.modules()}
+        if not inside or [(x.shape, x.dtype) for x in self.model.parameters()] != self.layout:
+            raise ValueError(
+                "a shadow follows the blocks and parameters that its model had, but some were added, removed, tied, "
+                "replaced or cast since: make another Controller or Shadow"
+            )
         for ours, masters, storing in zip(self.low.model.parameters(), self.model.parameters(), self.storing):
             ours.copy_(storing(masters))
         self.monitor.follow()

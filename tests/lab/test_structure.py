@@ -13,7 +13,7 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
     "fragility_numerics": 1418,
-    "fragility_core": 3492,
+    "fragility_core": 3502,
     "fragility_quantization": 1721,
     "fragility_exports": 413,
     "fragility_offload": 526,
