@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fragility_core.models.paths import is_linear
-from fragility_quantization.operands import owner, stored_weights
+from fragility_quantization.operands import owner, stored_weights, with_known_layers
 from fragility_quantization.recipes import Operands, Recipe, get_recipe
 from fragility_quantization.schemes import Scheme
 
@@ -25,16 +25,14 @@ def needs_calibration(recipe: Recipe) -> bool:
     return any(map(is_static, (recipe.linear, *recipe.layers.values())))
 
 
-def require_named(recipe: Recipe) -> None:
-    """Raises ValueError unless ``recipe`` is the one that its name gives, since a plan stores only the name.
+def require_named(model: nn.Module, recipe: Recipe) -> None:
+    """Raises ValueError unless ``recipe`` is the one that its name gives ``model``, since a plan stores only the name.
 
-    Static scales and the layers of a mix may differ: they come from a model.
+    Static scales may differ: they are measured.
     """
-    named = get_recipe(recipe.name)
+    named = with_known_layers(model, get_recipe(recipe.name))
     if needs_calibration(named):
         named = replace(named, linear=recipe.linear, layers=recipe.layers)
-    elif named.gguf:
-        named = replace(named, layers=recipe.layers)
     if named != recipe:
         raise ValueError(
             f"a plan has its recipe by name, but {recipe.name!r} was changed: take one by name, or add it to RECIPES"

@@ -122,7 +122,7 @@ class Errors:
         "5 bits" and "KL 0.01" choose one scheme for each layer, and predict the others first. Raises ValueError for
         other words, for a KL where the target is another, for budgets out of range, and where every window overflows.
         """
-        require_named(self.prediction.recipe)
+        require_named(self.model, self.prediction.recipe)
         amount, unit = parse_budget(budget)
         if unit == "kl" and (target := self.prediction.target.name) != "kl":
             raise ValueError(f'a budget of KL needs errors in KL, got those in {target}: predict(..., target="kl")')

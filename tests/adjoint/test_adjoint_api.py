@@ -17,7 +17,7 @@ from fragility_exports.libraries import compressed_tensors
 from fragility_exports.plan import from_json
 from fragility_numerics.formats import FORMATS
 from fragility_quantization.operands import Operands
-from fragility_quantization.recipes import get_recipe
+from fragility_quantization.recipes import ENGINES, get_recipe
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,15 @@ def test_a_plan_needs_a_recipe_that_its_name_says(budget, changed):
         errors.plan(budget)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["fp8-static", "gguf-q4_k_m", "kv-fp8", "w4a16-g32+kv-int8", "w8a8-int8@fp32", torch.float16]
-)
+OWN = ["fp8-static", "gguf-q4_k_m", "kv-fp8", "w4a16-g32+kv-int8", "w8a8-int8@fp32", torch.float16]
+
+
+@pytest.mark.parametrize("recipe", [*OWN, *ENGINES, "ggml-q4_0", "torch-int8@bf16"])
 def test_recipes_by_name_have_plans_whatever_a_model_adds_to_them(recipe):
     config = GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=16, vocab_size=40, bos_token_id=0, eos_token_id=0)
     model = random_gpt2(config)
-    plan = predict(model, random_tokens(2, 12, vocabulary=40), recipe).plan("1 block").plan
-    assert len(plan.modules) == 1
+    plan = predict(model, random_tokens(2, 12, vocabulary=40), recipe).plan("1 block")
+    assert len(plan.plan.modules) == 1 and plan.apply().name.startswith(plan.plan.format)
 
 
 def test_gradients_are_taken_at_both_ends_where_there_are_two(known):
