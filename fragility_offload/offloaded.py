@@ -7,6 +7,7 @@ lowered, run, monitored and estimated (``numerics.presence``).
 
 import ctypes
 import math
+import sys
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -128,7 +129,7 @@ def return_freed_memory() -> None:
 
     Left to itself it keeps holes between tensors that stay: 0.2 GB for each block of 51 M parameters.
     """
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 2**16)
 
 

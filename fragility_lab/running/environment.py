@@ -129,7 +129,7 @@ def unmet() -> list[str]:
     except ModuleNotFoundError:  # asked in a bare environment
         return ["packaging (not installed)"]
 
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     missing = []
     extras = project["optional-dependencies"]
     for line in [*project["dependencies"], *extras["lab"], *extras["test"], *extras["gguf"]]:

@@ -3,12 +3,11 @@
 A run may be older than the table with its numbers: ``e2_records.csv`` and the like say which code computed each run.
 """
 
-import fcntl
 import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -50,14 +49,14 @@ def provenance() -> dict:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """A context that processes enter one at a time for a ``folder``, where the file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
+    """A context that processes enter one at a time for a ``folder``, where system and file system have locks."""
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            import fcntl  # there is none on Windows
+
+            stack.callback(os.close, descriptor := os.open(folder, os.O_RDONLY))
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def record(folder: Path, table: str) -> None:

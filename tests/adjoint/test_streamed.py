@@ -49,7 +49,13 @@ from fragility_numerics.presence import entries, loaded, source_of
 from fragility_offload.files import Checkpoint, open_offloaded
 from fragility_offload.lockstep import barrier, side_by_side
 from fragility_offload.memory import within_limits
-from fragility_offload.offloaded import is_offloaded, load_when_running, offloaded_parameter, parts
+from fragility_offload.offloaded import (
+    is_offloaded,
+    load_when_running,
+    offloaded_parameter,
+    parts,
+    return_freed_memory,
+)
 from fragility_quantization.quantized import lower
 
 BASE = {
@@ -508,3 +514,10 @@ def test_what_a_model_needs_is_known_from_its_configuration(tmp_path, capsys):
     assert estimate == "an estimate of a window: 282 GB read, 1 min 34 s from the disk, 11.3 s over the bus"
     with pytest.raises(SystemExit, match="cannot load the model"):
         streaming.main([str(tmp_path / "nothing")])
+
+
+def test_windows_has_no_settings_of_glibc(monkeypatch):
+    """There ``ctypes.CDLL(None)`` ends in a TypeError."""
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr("ctypes.CDLL", None)
+    return_freed_memory()

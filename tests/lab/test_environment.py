@@ -53,6 +53,12 @@ def test_conda_environment_repeats_no_dependency():
     assert through_pip == {"pip": ["-c constraints.txt", "-e .[lab,test,gguf]"]}
 
 
+def test_versions_that_were_seen_to_fail_are_not_allowed():
+    """Under transformers 5.0.0 ``patch`` ends in an AttributeError, and OPT is not observed."""
+    (declared,) = (each for each in DECLARED if each.name == "transformers")
+    assert not declared.specifier.contains("5.0.0") and declared.specifier.contains("5.5.0")
+
+
 def test_this_environment_meets_the_declared_dependencies(capsys):
     assert environment.unmet() == []
     environment.main()
