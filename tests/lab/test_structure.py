@@ -13,8 +13,8 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
     "fragility_numerics": 1418,
-    "fragility_core": 3502,
-    "fragility_quantization": 1721,
+    "fragility_core": 3527,
+    "fragility_quantization": 1744,
     "fragility_exports": 413,
     "fragility_offload": 526,
     "fragility_adjoint": 5000,
