@@ -48,7 +48,7 @@ def calibrated(model: nn.Module, recipe: Recipe, tokens: Tensor) -> Recipe:
     """
     if not needs_calibration(recipe):
         return recipe
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise ValueError("static scales need the model in eval mode, got training mode: call model.eval()")
     static = [p for p in dict.fromkeys(map(owner, stored_weights(model, recipe))) if is_static(recipe.operands(p))]
     if together := [path for path in static if not is_linear(model.get_submodule(path))]:

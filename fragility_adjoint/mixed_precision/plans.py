@@ -116,7 +116,7 @@ def apply(model: nn.Module, plan: Plan, execution: str = "auto", tokens: Tensor 
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"apply takes a Plan, got {plan!r:.60}: predict(...).plan(...) has its own apply()")
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise ValueError("a plan is checked in a pass of the model in eval mode, got training mode: call model.eval()")
     require_modules(model, plan.modules)
     recipe = with_known_layers(model, plan.recipe if tokens is None else calibrated(model, plan.recipe, tokens))

@@ -230,7 +230,7 @@ class Monitor:
         require_tensor(tokens)
         if tokens.device.type == "cpu" or tokens.ndim != 2 or not tokens.numel():  # on a GPU to read them is to wait
             require_tokens(tokens, self.model)
-        if self.model.training:
+        if any(module.training for module in self.model.modules()):
             raise ValueError("a monitored pass needs the model in eval mode, got training mode: call model.eval()")
         if reference is not None and reference.shape[:-1] != tokens.shape:
             raise ValueError(

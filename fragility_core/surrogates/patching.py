@@ -79,7 +79,7 @@ class Patching:
 
     def require_evaluating(self) -> None:
         """Raises ValueError for a model in training mode, where dropout would add to the error."""
-        if self.model.training or self.low.model.training:
+        if any(module.training for model in (self.model, self.low.model) for module in model.modules()):
             raise ValueError("patched passes need both models in eval mode, got training mode: call model.eval()")
 
     @contextmanager

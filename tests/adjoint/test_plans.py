@@ -60,8 +60,10 @@ def test_static_layers_leave_the_dynamic_inputs_of_others():
     assert low.recipe.operands("transformer.h.1.mlp.c_fc") == get_recipe("w8a8-int8").linear
 
 
-def test_models_in_training_mode_are_refused():
-    model = random_gpt2(TINY).train()
+@pytest.mark.parametrize("path", ["", "transformer.h.1.mlp.dropout"])
+def test_models_in_training_mode_are_refused(path):
+    model = random_gpt2(TINY)
+    model.get_submodule(path).train()
     with pytest.raises(ValueError, match=r"eval mode, got training mode: call model\.eval"):
         apply(model, Plan("bf16", modules=("transformer.h.0",)))
     with pytest.raises(ValueError, match=r"eval mode, got training mode: call model\.eval"):

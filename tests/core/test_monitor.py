@@ -610,7 +610,7 @@ def mixed_qwen3() -> Qwen3ForCausalLM:
     for layer in (0, 1):
         model.model.layers[layer].mlp = nn.Sequential(nn.Linear(32, 48), nn.SiLU(), nn.Linear(48, 32))
     model.model.layers[0].self_attn.q_norm = model.model.layers[0].self_attn.k_norm = nn.Identity()
-    return model
+    return model.eval()
 
 
 MIXED = {"query_gain": [0], "key_gain": [0], "up_max": [0, 1], "activated_max": [0, 1]}  # the blocks that have none
@@ -691,8 +691,11 @@ def test_windows_of_another_shape_are_refused(tiny_gpt2, shape):
         Monitor(lower(tiny_gpt2, "bf16"))(torch.zeros(shape, dtype=torch.long))
 
 
-def test_training_mode_is_refused(tiny_gpt2, tiny_tokens):
-    monitor = Monitor(lower(tiny_gpt2.train(), "bf16"))
+@pytest.mark.parametrize("path", ["", "transformer.h.1.mlp.dropout"])
+def test_training_mode_is_refused(tiny_gpt2, tiny_tokens, path):
+    """Also that of a module inside, such as one that was added after ``eval``."""
+    tiny_gpt2.get_submodule(path).train()
+    monitor = Monitor(lower(tiny_gpt2, "bf16"))
     with pytest.raises(ValueError, match=r"needs the model in eval mode, got training mode: call model.eval\(\)"):
         monitor(tiny_tokens)
 

@@ -313,11 +313,12 @@ def test_attention_of_both_models_during_a_pass_and_after(implementation, model,
     assert model.config._attn_implementation == low.model.config._attn_implementation == implementation
 
 
+@pytest.mark.parametrize("path", ["", "h.1.mlp.dropout"])
 @pytest.mark.parametrize("which", ["model", "low"])
-def test_training_mode_is_refused(which, model, tiny_tokens):
+def test_training_mode_is_refused(which, path, model, tiny_tokens):
     low = lower(model, "bf16")
     patching = Patching(model, low)
-    (model if which == "model" else low.model).train()
+    (model if which == "model" else low.model).get_submodule(path).train()
     with pytest.raises(ValueError, match=r"need both models in eval mode, got training mode: call model.eval\(\)"):
         patching(tiny_tokens)
 
