@@ -18,16 +18,27 @@ from fragility_numerics.kernels import CAST, EXACT, FACTORS, FILLING, SOFTMAXES,
 from fragility_numerics.nested import map_tensors, tensors
 
 
-def fits_in_chunks(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if ``kernel`` is elementwise, over large contiguous tensors of one shape on the CPU."""
-    schema = schema_of(kernel)
-    elementwise = torch.Tag.pointwise in kernel.tags and len(schema.returns) == 1 and not schema.is_mutable
-    if not elementwise or any(map(torch.is_tensor, kwargs.values())):
+class Kind:
+    """What emulation asks of a ``kernel``. It is known from then on: torch takes longer to tell than a small kernel."""
+
+    def __init__(self, kernel: Any):
+        schema = schema_of(kernel)
+        self.kernel, self.name, self.is_view = kernel, kernel.overloadpacket.__name__, kernel.is_view
+        self.is_composite, self.is_mutable = is_composite(kernel), schema.is_mutable
+        self.elementwise = torch.Tag.pointwise in kernel.tags and len(schema.returns) == 1 and not schema.is_mutable
+        KINDS[id(kernel)] = self
+
+
+KINDS: dict[int, Kind] = {}  # by the ``id`` of kernels, which they hold
+
+
+def fits_in_chunks(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a kernel is elementwise, over large contiguous tensors of one shape on the CPU."""
+    if not kind.elementwise or any(map(torch.is_tensor, kwargs.values())):
         return False
     arrays = [x for x in tensors(args) if x.ndim]
-    return len({x.shape for x in arrays}) == 1 and all(
-        x.numel() > CHUNK_ELEMENTS and x.device.type == "cpu" and x.is_contiguous() for x in arrays
-    )
+    large = all(x.numel() > CHUNK_ELEMENTS and x.device.type == "cpu" and x.is_contiguous() for x in arrays)
+    return large and len({x.shape for x in arrays}) == 1
 
 
 def written(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -83,21 +94,22 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
         kwargs = kwargs or {}
         if not self.active:
             return kernel(*args, **kwargs)
-        if is_composite(kernel):
+        kind = KINDS.get(id(kernel)) or Kind(kernel)
+        if kind.is_composite:
             with self:
                 return kernel.decompose(*args, **kwargs)
-        result = self._rounded(kernel, args, kwargs)
-        if self.format.is_storage_only and schema_of(kernel).is_mutable:
+        result = self._rounded(kind, args, kwargs)
+        if kind.is_mutable and self.format.is_storage_only:
             for target in written(kernel, args, kwargs):  # copy_ may read wider tensors
                 if target.dtype == self.format.compute_dtype:
                     target.copy_(self._round(target.float()))
         return result
 
-    def _rounded(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = kernel.overloadpacket.__name__
+    def _rounded(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kernel, name = kind.kernel, kind.name
         if name == "lift_fresh" and self.format.is_storage_only:  # a constant that torch.tensor() made
             return self._round(args[0].float()) if args[0].dtype == self.format.compute_dtype else args[0]
-        if kernel.is_view or name in self._exact:
+        if kind.is_view or name in self._exact:
             return kernel(*args, **kwargs)
         if self.format.name == "tf32":
             factors = FACTORS.get(name, ())
@@ -106,8 +118,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
             return self._cast(kernel, args, kwargs)
         if not self._is_low(args, kwargs):
             return kernel(*args, **kwargs)
-        in_chunks = self.format.elementwise and self.copies == 1 and fits_in_chunks(kernel, args, kwargs)
-        return (self._in_chunks if in_chunks else self._in_fp32)(kernel, args, kwargs)
+        in_chunks = self.format.elementwise and self.copies == 1 and fits_in_chunks(kind, args, kwargs)
+        return (self._in_chunks if in_chunks else self._in_fp32)(kind, args, kwargs)
 
     def _is_low(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if the result of a kernel must be rounded."""
@@ -121,7 +133,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
         return self.generator, self.copies if x.ndim and len(x) % self.copies == 0 else 1
 
     def _round(self, x: Tensor) -> Tensor:
-        return self.format.round(x, *self.drawing(x)).to(self.format.compute_dtype)
+        return self.format.round(x, *(self.drawing(x) if self.generator else ())).to(self.format.compute_dtype)
 
     def _narrow(self, x: Tensor) -> Tensor:
         return self._round(x) if x.dtype == torch.float32 else x
@@ -129,23 +141,23 @@ class Emulation(TorchDispatchMode):  # type: ignore[misc]  # found by its name (
     def _widen(self, x: Tensor) -> Tensor:
         return x.float() if x.dtype == self.format.compute_dtype else x
 
-    def _in_fp32(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_fp32(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wide_args, wide_kwargs = map_tensors((args, kwargs), self._widen)
         requested = kwargs.get("dtype")
-        if kernel.overloadpacket.__name__ in SOFTMAXES and wide_args[2]:  # half_to_float: fp32 on output, on CUDA
+        if kind.name in SOFTMAXES and wide_args[2]:  # half_to_float: fp32 on output, on CUDA
             wide_args, requested = (*wide_args[:2], False), torch.float32
         if requested == self.format.compute_dtype:
             wide_kwargs["dtype"] = torch.float32
-        result = kernel(*wide_args, **wide_kwargs)
-        if schema_of(kernel).is_mutable:
-            return self._write_back(kernel, (args, kwargs), (wide_args, wide_kwargs), result)
+        result = kind.kernel(*wide_args, **wide_kwargs)
+        if kind.is_mutable:
+            return self._write_back(kind.kernel, (args, kwargs), (wide_args, wide_kwargs), result)
         return result if requested == torch.float32 else map_tensors(result, self._narrow)
 
-    def _in_chunks(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _in_chunks(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Compute in fp32 chunk by chunk: the fp32 copy of a chunk stays in cache, that of a tensor would not."""
         whole = next(x for x in tensors(args) if x.ndim)
         flat = (x.view(-1).split(CHUNK_ELEMENTS) if torch.is_tensor(x) and x.ndim else repeat(x) for x in args)
-        parts = (self._in_fp32(kernel, chunk, kwargs) for chunk in zip(*flat))
+        parts = (self._in_fp32(kind, chunk, kwargs) for chunk in zip(*flat))
         first = next(parts)
         result = torch.empty_like(whole, dtype=first.dtype)
         for target, part in zip(result.view(-1).split(CHUNK_ELEMENTS), chain([first], parts)):

@@ -14,7 +14,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """``value`` with ``change`` applied to every tensor in it."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):  # faster than their union
         items = [map_tensors(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
@@ -29,9 +29,9 @@ def tensors(value: Any) -> Iterator[Tensor]:
     """All tensors in ``value``, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list | dict):
+    elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors(item)
+            yield from (item,) if isinstance(item, Tensor) else tensors(item)
 
 
 def together(values: Iterable[Tensor]) -> list[Tensor]:
