@@ -13,6 +13,8 @@ from torch import Tensor
 
 NOTHING = 1e-15  # groups whose largest magnitude is below count as zeros
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+HALVES = 256  # of numbers beyond the outermost of these; the nearest of them by the number of halves from -HALVES on
+NEAREST = [min(reversed(IQ4_VALUES), key=lambda value: abs(value - n / 2)) for n in range(-HALVES, HALVES + 1)]
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,12 @@ def q5_1(x: Tensor) -> Grid:
 
 
 def nearest_value(x: Tensor) -> Tensor:
-    """The number of IQ4_VALUES nearest to each entry; of two as near, the larger."""
-    values = x.new_tensor(IQ4_VALUES)
-    above = torch.bucketize(x, values, right=True).clamp(1, len(values) - 1)
-    low, high = values[above - 1], values[above]
-    return torch.where(x - low < high - x, low, high)
+    """The number of IQ4_VALUES nearest to each entry; of two as near, and of NaN, the larger.
+
+    Halves of integers lie between them, so that an entry's own number of halves tells which it is.
+    """
+    halves = (x * 2).floor_().nan_to_num_(HALVES).clamp_(-HALVES, HALVES)
+    return x.new_tensor(NEAREST).index_select(0, halves.to(torch.int32).add_(HALVES).flatten()).view(x.shape)
 
 
 def iq4_nl(x: Tensor) -> Grid:
