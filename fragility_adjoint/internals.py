@@ -28,6 +28,7 @@ PRIVATE = {
 require(PRIVATE)
 
 softmax_backward = private("torch._softmax_backward_data", PRIVATE)
+outside_of_transforms = private("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", PRIVATE)  # a context
 base_of = attrgetter("_base")  # of a view
 
 
@@ -49,7 +50,7 @@ def beyond_vmap(function: Callable[..., tuple | None], *values: Tensor | None) -
     if level is None:
         results = function(*(None if x is None else x[None] for x in values))
     else:
-        with private("torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", PRIVATE)():
+        with outside_of_transforms():
             results = function(*(None if x is None else of_members(x, level) for x in values))
 
     def of_one(x: Tensor) -> Tensor:

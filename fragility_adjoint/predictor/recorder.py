@@ -77,8 +77,8 @@ class ErrorRecorder:
         self.roles: dict[str, set[str]] = {"attention": set(), "router": set()}  # paths of modules
         self.ends: dict[int, str] = {}  # for the last place in a module's call: path of the outermost such module
         self.shares = {"kernel": 1.0, "weight": 1.0}  # of a record that count, by the kind of its place
-        # By window, first probe and place: norms and sums (2, P) of P probes.
-        self._records: list[tuple[int, int, int, Tensor]] = []
+        # By window, first probe and place: norms and sums (P,) of P probes.
+        self._records: list[tuple[int, int, int, Tensor, Tensor]] = []
         self._extremes: list[tuple[int, int, Tensor]] = []  # by window and place, (2,)
         self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of leaves that are kept
         # Errors times gradients of further readers, with their places, by window and place of the first one.
@@ -245,8 +245,8 @@ class ErrorRecorder:
         if share:
             pieces = [weighted_error] if isinstance(weighted_error, Tensor) else weighted_error
             for each, norm, total in self._by_reader(place, pieces, readers):
-                values = torch.stack([norm * share**0.5, total * share])
-                self._records.append((window, self.probe + first, each, values))
+                counted = (norm, total) if share == 1 else (norm * share**0.5, total * share)
+                self._records.append((window, self.probe + first, each, *counted))
         readers.clear()
 
     def _by_reader(
@@ -275,7 +275,9 @@ class ErrorRecorder:
             own = (piece.sum(-2) if alike else piece)[:, None].flatten(1)
             norms.append(torch.linalg.vector_norm(own, dim=1))
             sums.append(own.sum(1))
-        return torch.linalg.vector_norm(torch.stack(norms), dim=0) if len(norms) > 1 else norms[0], sum(sums)
+        if len(norms) == 1:
+            return norms[0], sums[0]
+        return torch.linalg.vector_norm(torch.stack(norms), dim=0), sum(sums)
 
     def record_extremes(self, place: int, stored: Tensor) -> None:
         """Record the largest and the lowest number ``stored`` at ``place``: infinite after an overflow."""
@@ -301,9 +303,9 @@ class ErrorRecorder:
         records, self._records = self._records, []
         total = np.zeros((2, windows, probes, len(self.places)))
         if records:
-            found = torch.cat(together(x for *_, x in records), 1).cpu()  # one transfer from the device
+            found = torch.stack([torch.cat(together(x)) for x in [*zip(*records)][-2:]]).cpu()  # one transfer
             norms, sums = found.double().numpy()
-            where = [(window, first + p, place) for window, first, place, x in records for p in range(x.shape[1])]
+            where = [(window, first + p, place) for window, first, place, x, _ in records for p in range(len(x))]
             for whole, values in zip(total, (norms**2, sums)):
                 np.add.at(whole, tuple(np.transpose(where)), values)
         return total

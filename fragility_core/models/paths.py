@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -77,6 +78,7 @@ def hidden_and_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]
     return finals[-1], output.logits
 
 
+@cache  # every pass asks for all paths of its model
 def block_of(path: str) -> tuple[str, int, str] | None:
     """Path and number of the block that holds the module at ``path``, and the branch, "" for the block itself."""
     found = BLOCK.fullmatch(path)
