@@ -122,14 +122,18 @@ def nudged(embedded):
 
 @pytest.mark.parametrize("recipe", RATIOS)
 def test_predicted_divergence_is_the_measured_one(recipe, embedded, nudged):
-    """Of models that differ in the last bits of their weights, since another CPU sums in another order."""
-    windows, ratios = embedded[1], []
+    """Of models that differ in the last bits of their weights, since another CPU sums in another order.
+
+    These bits move what is measured by some percent, and the prediction, of the first model, by far less.
+    """
+    windows, lows, measured = embedded[1], [], []
     for other, exact in nudged[: 1 if recipe.endswith("@fp32") else 3]:
-        low = lower(other, recipe)
+        lows.append(low := lower(other, recipe))
         tables = [compare(observe(low.model, w, low), seen, w)[0] for w, seen in zip(windows.split(1), exact)]
-        predicted = Adjoint(low, other, probes=2, target="kl", gradients="both")(windows).windows.predicted.mean()
-        ratios.append(predicted / np.mean([table.kl.item() for table in tables]))
-    assert np.mean(ratios) == pytest.approx(1, abs=RATIOS[recipe])
+        measured.append(np.mean([table.kl.item() for table in tables]))
+    adjoint = Adjoint(lows[0], nudged[0][0], probes=2, target="kl", gradients="both")
+    predicted = adjoint(windows).windows.predicted.mean()
+    assert np.mean(predicted / np.array(measured)) == pytest.approx(1, abs=RATIOS[recipe])
 
 
 def test_the_mean_of_both_ends_is_exact_for_what_is_quadratic(monkeypatch):

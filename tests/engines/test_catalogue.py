@@ -164,7 +164,7 @@ def test_a_window_that_opens_late_in_the_text_is_named(depth):
     """Its first 160 tokens are as they must be."""
     sizes = {"sliding_window": 160, "max_position_embeddings": 400}
     model = quieted(random_model(config_of("window", depth, **sizes)), depth)
-    ground = Ground(model, random_tokens(4, 400, seed=3, smallest=3), 0)
+    ground = Ground(model, random_tokens(2, 400, seed=3, smallest=3), 0)
     whole = partial(configured, "window", depth, **(sizes | {"sliding_window": None}))
     _, verdict = ground.judged(Variation("no window", whole))
     assert verdict.kind == "more" and verdict.cause.suspect.name == "full attention in place of a window of 160"
@@ -213,11 +213,11 @@ def test_another_beginning_is_named_and_a_correct_one_is_not(cause, depth):
     low = quieted(random_model(config_of("plain", depth)), depth).bfloat16()
     log = engine(windows, partial(run, low), unscored)
     gap = measure(model, log, "bf16", probes=1)
-    facts = Facts.of(log, 0, preambles={"a chat template": TEMPLATE})
+    directed = Directions(model, log, suspects(model, Facts.of(log, 0, preambles={"a chat template": TEMPLATE})))
     every = [logprobs(low, w).numpy() for w in windows]
     right = np.array([every[token.sequence][token.position - 1] for token in gap.tokens.itertuples()])
     for each, expected in ((gap, cause), (given(gap, right), None)):
-        found, further = explained(each, Directions(model, log, suspects(model, facts)))
+        found, further = explained(each, directed)
         named = judge(each, [*found, *further]).cause
         assert (named and named.suspect.name) == expected, [(one.suspect.name, one.size, one.share) for one in found]
 
