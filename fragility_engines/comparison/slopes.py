@@ -4,9 +4,10 @@ Rounding scatters over the tokens without regard to what a suspect would do to e
 direction is known far more accurately than a root mean square, and shows changes below the noise of rounding.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 
 import numpy as np
 import pandas as pd
@@ -144,6 +145,13 @@ class Directions:
         self.model, self.sequences, self.other = model, sequences, other
         self.tried = [*tried, *(other.suspects() if other else ())]
         self.scores: dict[tuple[Suspect, int], np.ndarray] = {}
+        self._made: dict[Hashable, list[Suspect]] = {}
+
+    def made(self, key: Hashable, make: Callable[[], Iterable[Suspect]]) -> list[Suspect]:
+        """What ``make`` gives when the ``key`` is first asked for: the like, made again, would be run again."""
+        if key not in self._made:
+            self._made[key] = [*make()]
+        return self._made[key]
 
     @cached_property
     def structure(self) -> list[Suspect]:
@@ -157,13 +165,16 @@ class Directions:
     def in_one_block(self, found: Sequence[Slope]) -> list[Suspect]:
         """The suspects of single blocks, of kinds that in all blocks explain a part of the gap, by slopes ``found``."""
         along = [each.suspect.name for each in found if each.certain and each.share > ALONG][:BLOCKWISE]
-        return [each for path in block_paths(self.model) for each in in_one_block(self.model, path, along)]
+        every = partial(in_one_block, self.model)
+        made = (self.made((path, *along), partial(every, path, along)) for path in block_paths(self.model))
+        return [*chain.from_iterable(made)]
 
     def around(self, found: Sequence[Slope], rank: int = 0) -> list[Suspect]:
         """The suspects of one block: the block whose place in ``found`` explains most, or the next ones by ``rank``."""
         places = [each.suspect.name.removeprefix(PLACE) for each in ranked(found) if each.suspect.place]
         blocks = dict.fromkeys(block[0] for place in places if (block := block_of(place)))
-        return [suspect for block in [*blocks][rank : rank + 1] for suspect in around(self.model, block)]
+        made = (self.made(("around", path), partial(around, self.model, path)) for path in [*blocks][rank : rank + 1])
+        return [*chain.from_iterable(made)]
 
     @cached_property
     def runs(self) -> list[Suspect]:

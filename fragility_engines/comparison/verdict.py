@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from scipy import stats
@@ -201,7 +202,8 @@ def search(gap: Gap, directed: Directions) -> tuple[list[Slope], list[Slope]]:
     if unexplained(gap, [*found, *further], SURE):
         further += fitted(gap, part, directed)
     if undecided(gap, [*found, *further]) and gap.ratio[0] > LARGER:
-        further += tested(gap, part, recipes(directed.model, gap.recipe), directed)
+        known = directed.made(gap.recipe.name, partial(recipes, directed.model, gap.recipe))
+        further += tested(gap, part, known, directed)
     if undecided(gap, [*found, *further]):
         further += scored(gap, directed)
     if judge(gap).kind == "more" and unexplained(gap, [*found, *further], CLEAR):
