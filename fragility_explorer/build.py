@@ -79,6 +79,7 @@ def page(component: Component, windows: int = WINDOWS, length: int = LENGTH) -> 
 
 def main() -> Path:
     """Write ``outputs/embedded/explorer.html`` and return its path."""
+    paths.require_project()
     model, windows = embedded()
     path = paths.output_folder(EMBEDDED) / "explorer.html"
     write_whole(path, page(Component(keeping(model, windows), choosing(model, windows))))

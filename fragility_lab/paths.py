@@ -22,6 +22,12 @@ def require_folder_name(results: str) -> None:
         raise ValueError(f"results go to a folder in outputs, a name without slashes (RESULTS=name), got {results!r}")
 
 
+def require_project() -> None:
+    """Exits with one line where the project's folder is missing, as beside an installed package."""
+    if not NOTEBOOKS.is_dir():
+        raise SystemExit(f"this command needs the project's folder, which has notebooks, got {PROJECT}: clone it")
+
+
 def output_folder(profile: str, *parts: str) -> Path:
     """Create and return ``outputs/<profile>/<parts...>``."""
     folder = OUTPUTS.joinpath(profile, *parts)

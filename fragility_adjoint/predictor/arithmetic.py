@@ -235,23 +235,22 @@ class LowArithmetic(FunctionMode):
         """Round what is multiplied by the weights of a layer whose inputs are stored in other numbers."""
         linear = self.parameters.linear
         operands = next((linear[address] for address in storages(call.floating) & linear.keys()), Operands())
-        if operands.inputs is not None:
+        if (stored := operands.inputs) is not None:
 
             def change(x: Tensor) -> Tensor:
                 if not x.is_floating_point() or stored_as(x) == "weight" or (self.rounding and not stored_as(x)):
                     return x
-                return self._read(x, operands.inputs)
+                return self._read(x, stored)
 
             call.args, call.kwargs = map_tensors(call.args, change), map_tensors(call.kwargs, change)
 
     def _read(self, x: Tensor, stored: NumberFormat) -> Tensor:
         """The input ``x`` of a linear layer as ``stored`` rounds it, once for all layers that read the same tensor."""
-        known = read_as(x)
-        if stored not in known or not self.recorder.alike:
-            known[stored] = self.round(self.call(Tensor.clone, x), "operand", "weights", format=stored), self.operand
-            return known[stored][0]
-        y, first = known[stored]
-        if y.requires_grad:
+        y, first, position = read_as(x).get(stored, (x, None, None))
+        if position is not self.recorder.now or not self.recorder.alike:  # a constant is there in several passes
+            y = self.round(self.call(Tensor.clone, x), "operand", "weights", format=stored)
+            read_as(x)[stored] = y, self.operand, self.recorder.now
+        elif first is not None and y.requires_grad:
             y = copy_marks(y, y.view_as(y))
             self.recorder.watch_reader(self.recorder.kernel("operand", "weights"), y, *first)
         return y

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,9 +80,8 @@ class ErrorRecorder:
         # By window, first probe and place: norms and sums (P,) of P probes.
         self._records: list[tuple[int, int, int, Tensor, Tensor]] = []
         self._extremes: list[tuple[int, int, Tensor]] = []  # by window and place, (2,)
-        self._looked_up: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the ``id`` of leaves that are kept
-        # Errors times gradients of further readers, with their places, by window and place of the first one.
-        self._readers: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+        self._looked_up: dict[int, list[tuple[Any, Tensor]]] = {}  # by the ``id`` of leaves that are kept
+        self._readers: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}  # see ``watch_reader``
         self.probe = 0  # the first one of the running backward pass
         self.observer: Callable[[int, Tensor], object] | None = None  # is shown each place's errors times gradients
         self.now = PassPosition()
@@ -249,9 +248,7 @@ class ErrorRecorder:
                 self._records.append((window, self.probe + first, each, *counted))
         readers.clear()
 
-    def _by_reader(
-        self, place: int, pieces: Iterable[Tensor], readers: list[tuple[int, Tensor]]
-    ) -> list[tuple[int, Tensor, Tensor]]:
+    def _by_reader(self, place: int, pieces: Iterable[Tensor], readers: list[tuple[int, Tensor]]) -> list[tuple]:
         """Places, norms and sums (P,) of the kernels that read what was rounded at ``place``, and by ``readers``.
 
         ``pieces`` are of all kernels together. Each kernel has the share of their square that its own has in the sum.
@@ -265,7 +262,7 @@ class ErrorRecorder:
         factor /= torch.linalg.vector_norm(torch.stack([norm for _, norm, _ in found]), dim=0)
         return [(each, norm * factor.nan_to_num(0.0), total) for each, norm, total in found]
 
-    def _norms_and_sums(self, place: int, pieces: Iterable[Tensor], shown: bool = True) -> tuple[Tensor, Tensor]:
+    def _norms_and_sums(self, place: int, pieces: Iterable[Tensor], shown: bool = True) -> tuple[Tensor, Any]:
         """Norms and sums (P,) of an error times gradient (P, ...) in ``pieces``, which the observer is ``shown``."""
         norms, sums = [], []
         for piece in pieces:

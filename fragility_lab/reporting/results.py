@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from fragility_lab.paths import ASSETS, PROJECT
+from fragility_lab.paths import ASSETS, PROJECT, require_project
 from fragility_lab.reporting import reruns, results_real, results_rivals
 from fragility_lab.reporting.claims import E5, E5_SCARCE
 from fragility_lab.reporting.report import read_tables
@@ -262,6 +262,7 @@ def rendered(name: str, tables: Tables, other: Tables, second: Tables, real: Map
 
 
 def main() -> None:
+    require_project()
     tables, other, second = (read_tables(name) for name in (RESULTS, OTHER, SECOND))
     known = values(tables, other, second, results_real.present())
     write_whole(PAGE, filled("page.md.jinja", tables=tables, **known))

@@ -83,9 +83,8 @@ def notebook_names() -> list[str]:
 
 def notebook_path(name: str) -> Path:
     """The notebook called ``name``."""
+    paths.require_project()
     known = notebook_names()
-    if not known:
-        raise SystemExit(f"this command needs the project's folder, which has notebooks, got {paths.PROJECT}: clone it")
     if name not in known:
         raise SystemExit(f"unknown notebook {name!r}: choose one of {', '.join(known)}")
     return paths.NOTEBOOKS / f"{name}.ipynb"

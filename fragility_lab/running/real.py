@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from fragility_lab import paths
 from fragility_lab.inputs.fetched import MODELS, fetched
 from fragility_lab.inputs.names import EMBEDDED
 from fragility_lab.running import execute
@@ -59,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", default="", help="the text in place of the profile's")
     parser.add_argument("--results", default="", help="the folder of results, for one model")
     given = parser.parse_args(arguments)
+    paths.require_project()
     models = [given.model] if given.model else [*MODELS]
     if given.results and len(models) > 1:
         sys.exit(f"RESULTS= names the folder of one model, got {' and '.join(models)}: give MODEL=, too")

@@ -241,6 +241,25 @@ def test_a_tensor_that_changes_between_two_layers_is_rounded_twice(monkeypatch):
     assert found.c2.sum() / 8 == pytest.approx(want.item(), rel=1e-4)
 
 
+def test_a_constant_is_rounded_in_every_pass():
+    """A tensor that the model keeps, and that two of its layers read."""
+
+    class Constant(Readers):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.randn(1, 8)
+
+        def forward(self, tokens):
+            return self.embedding(tokens) * (self.layers[0](self.table) + self.layers[1](self.table))
+
+    model = Constant()
+    adjoint = Adjoint(lower(model, "w8a8-int8@fp32"), model, 2, target=lambda m, x: m(x), gradients="both")
+    found = [adjoint(torch.tensor([[token]])).contributions for token in (4, 4, 5)]
+    first, again, other = (each[each.name == "operand"].c2.to_numpy() for each in found)
+    assert (first > 0).sum() == 4 and (other > 0).sum() == 4  # two layers, two probes
+    np.testing.assert_array_equal(first, again)
+
+
 def test_samples_of_errors_are_the_same_for_layers_that_read_one_tensor():
     """What two layers with opposite weights make of them is nothing."""
     model = Readers()

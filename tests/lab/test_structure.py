@@ -12,15 +12,15 @@ import pytest
 from fragility_lab.paths import CHECKPOINTS, PROJECT
 
 BUDGETS = {  # lines
-    "fragility_numerics": 1418,
-    "fragility_core": 3527,
-    "fragility_quantization": 1744,
+    "fragility_numerics": 1430,
+    "fragility_core": 3529,
+    "fragility_quantization": 1747,
     "fragility_exports": 413,
     "fragility_offload": 526,
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
-    "fragility_lab": 11857,
-    "fragility_explorer": 1766,
+    "fragility_lab": 11866,
+    "fragility_explorer": 1768,
     "fragility_lessons": 3660,
     "fragility_engines": 6496,
     "fragility_peers": 870,
