@@ -17,6 +17,7 @@ from fragility_numerics.internals import private, require
 
 PRIVATE = {
     "torch._softmax_backward_data": "the gradient of a softmax from its result, in place",
+    "torch.Tensor._version": "whether a tensor has changed since a layer read it",
     "torch.Tensor._base": "the tensor whose memory a view shares, and a kernel writes to",
     "torch._C._functorch.maybe_current_level": "whether a backward pass runs for several probes at once",
     "torch._C._functorch._unwrap_batched": "the gradient of all probes, behind the one that looks like that of one",

@@ -658,7 +658,7 @@ def test_plans_that_do_not_fit_the_model_are_refused(tiny, chosen, message):
 
 def test_a_module_that_does_not_run_is_refused():
     model = random_gpt2(TINY)
-    model.transformer.unused = nn.Linear(2, 2)
+    model.transformer.unused = nn.Linear(2, 2).eval()
     with pytest.raises(ValueError, match=r"transformer.unused must run in the checking pass, got no call of it"):
         apply(model, Plan("bf16", ("transformer.unused",)))
 

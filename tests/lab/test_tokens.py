@@ -96,7 +96,7 @@ def test_at_scale_1_it_is_the_pass_that_runs_and_at_others_as_far_off(name):
 
 def test_realisations_need_errors_of_the_fp32_model():
     model = random_gpt2(TINY)
-    with pytest.raises(ValueError, match="from the fp32 reference on"):
+    with pytest.raises(ValueError, match="scaled errors need the fp32 pass, got none"):
         ErrorSamples(Adjoint(lower(model, "bf16"), model, gradients="low")).again(lambda m: logits(m, TOKENS), 1.5)
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         scales(FORMATS["bf16"], 0)

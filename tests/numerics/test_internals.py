@@ -23,7 +23,7 @@ from fragility_offload import internals as offloading
 EVERY = PRIVATE | beyond.PRIVATE | offloading.PRIVATE
 TABLES = {Path(file.__file__): file.PRIVATE for file in (internals, beyond, offloading)}
 # Attributes that this project hides on tensors, and those that accelerate sets, which the packages do not need.
-HIDDEN = {"_stored_as", "_is_stream", "_reference", "_source", "_hf_hook"}
+HIDDEN = {"_stored_as", "_is_stream", "_reference", "_read_as", "_source", "_hf_hook"}
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
 
 
