@@ -1,8 +1,8 @@
 """The first overflow of a low-precision pass: the kernel, and the part of the model that it belongs to.
 
 The pass itself is watched, kernel by kernel, native or emulated. A kernel leaves the range if its result is not finite
-where all that it reads is. In fp64 the same kernel tells an overflow from a division by zero. No overflow are a mask
-that adds minus infinity or the lowest number, scores that a later kernel hides, and an activation's finite result.
+where all that it reads is. In fp64 the same kernel tells an overflow from a division by zero. Three are no overflow: a
+mask of minus infinity or the lowest number, scores that a later kernel hides, infinities inside of a finite activation.
 """
 
 from collections.abc import Callable, Mapping

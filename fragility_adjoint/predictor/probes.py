@@ -1,7 +1,7 @@
 """Several probes in one backward pass: what a pass does once, it does for all of them.
 
 ``torch.func.vmap`` runs the backward pass over a batch of gradients. In it a gradient looks like that of one probe.
-Hooks and autograd functions get all probes as the first dimension P: they form values of the forward pass again once.
+Hooks and autograd functions get all P probes as the first dimension, and form values of the forward pass again once.
 """
 
 from collections.abc import Callable, Sequence

@@ -174,7 +174,7 @@ class _Reading:
         *mlp_in, mlp_out = self.mlp
         activation, up = self.activation_and_up()
         return Block(
-            self.module, norm_1, self.attention, **heads,
+            module=self.module, norm_1=norm_1, attention=self.attention, **heads,
             score_scaling=getattr(self.attention, "scaling", heads["head_width"] ** -0.5),
             head_norms=self.head_norms(), attention_out=self.projections[-1],
             norm_2=norm_2, mlp_in=Projection(tuple(mlp_in)), activation=activation, up=up, mlp_out=mlp_out,
