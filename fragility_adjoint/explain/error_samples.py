@@ -15,10 +15,11 @@ from fragility_adjoint.internals import mark_stored, stored_as
 from fragility_adjoint.predictor.arithmetic import LowArithmetic
 from fragility_adjoint.predictor.estimator import Adjoint
 from fragility_adjoint.predictor.parameters import ParameterTable, RoundedParameters
-from fragility_adjoint.predictor.recorder import ALIKE, local_error, stochastic_error
+from fragility_adjoint.predictor.recorder import ALIKE
 from fragility_core.models.paths import within
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.lowering import base_of
+from fragility_numerics.rounding_errors import local_error, stochastic_error
 from fragility_offload.offloaded import is_offloaded
 from fragility_quantization.operands import operands_by_storage
 

@@ -19,7 +19,7 @@ from fragility_adjoint.internals import copy_marks, is_stream, is_view, mark_sto
 from fragility_adjoint.predictor.calls import FunctionCall
 from fragility_adjoint.predictor.parameters import ParameterTable
 from fragility_adjoint.predictor.recomputed import fast_products, look_up_rows
-from fragility_adjoint.predictor.recorder import ErrorRecorder, has_short_range, local_error, stochastic_error
+from fragility_adjoint.predictor.recorder import ErrorRecorder
 from fragility_adjoint.predictor.sites import SUMS
 from fragility_core.models.paths import is_block
 from fragility_numerics import internals
@@ -27,6 +27,7 @@ from fragility_numerics.formats import NumberFormat
 from fragility_numerics.kernels import CASTS, FILLING_FUNCTIONS, OFTEN_EXACT, deciding
 from fragility_numerics.modes import FunctionMode
 from fragility_numerics.nested import map_tensors
+from fragility_numerics.rounding_errors import has_short_range, local_error, stochastic_error
 from fragility_quantization.operands import storages
 from fragility_quantization.recipes import Operands, Recipe
 

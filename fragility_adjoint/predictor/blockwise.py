@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fragility_adjoint.internals import softmax_backward
-from fragility_adjoint.predictor.recorder import has_short_range, local_error
 from fragility_numerics.attention import future, row_blocks
 from fragility_numerics.formats import NumberFormat
+from fragility_numerics.rounding_errors import has_short_range, local_error
 
 WORKING_SET = 4  # fp32 buffers that a block fills; observed attention fills one of 16 bits
 

@@ -215,7 +215,9 @@ class Adjoint:
         and its products with the probes.
         """
         signs: list[Tensor] = []  # the same ones at every point
-        return [self._passes_at(point, windows, signs) for point in self.points][-1]
+        found = [self._passes_at(point, windows, signs) for point in self.points][-1]
+        self.recorder.gather()
+        return found
 
     def _passes_at(self, point: LowArithmetic, windows: Sequence[Window], signs: list[Tensor]) -> list[NormAndError]:
         both = len(self.points) > 1  # kernels then count at the fp32 point alone, weights by the mean of the two

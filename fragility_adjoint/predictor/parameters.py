@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fragility_adjoint.internals import mark_stored, refer
-from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, LookedUp, expected_error, local_error
+from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, LookedUp
 from fragility_numerics.formats import NumberFormat
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.presence import filled
+from fragility_numerics.rounding_errors import expected_error, local_error
 from fragility_quantization.operands import operands_by_storage, owner, stored_weights, weight_schemes
 from fragility_quantization.quantized import recipe_of
 from fragility_quantization.recipes import Operands

@@ -17,13 +17,14 @@ from torch.nn import functional
 from fragility_adjoint.internals import mark_stored, stored_as
 from fragility_adjoint.predictor.blockwise import BlockwiseAttention
 from fragility_adjoint.predictor.probes import over_probes
-from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder, local_error
+from fragility_adjoint.predictor.recorder import LARGE, ErrorRecorder
 from fragility_numerics.attention import observed_attention, prepared
 from fragility_numerics.formats import chunks, get_format, has_native_kernels
 from fragility_numerics.internals import without_function_modes
 from fragility_numerics.lookup import entries, every_number, look_up, row_of
 from fragility_numerics.lowering import LowPrecision
 from fragility_numerics.modes import current_function_mode
+from fragility_numerics.rounding_errors import local_error
 
 RECOMPUTED_EAGER = "recomputed_eager"
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fragility_adjoint.internals import base_of, beyond_vmap
 from fragility_core.models.paths import within
-from fragility_numerics.formats import NumberFormat
 from fragility_numerics.nested import together
 
 LARGE = 2**20  # entries of a weight from which on its errors are formed in pieces
@@ -80,6 +79,8 @@ class ErrorRecorder:
         # By window, first probe and place: norms and sums (P,) of P probes.
         self._records: list[tuple[int, int, int, Tensor, Tensor]] = []
         self._extremes: list[tuple[int, int, Tensor]] = []  # by window and place, (2,)
+        self._gathered: list[tuple[np.ndarray, Tensor]] = []  # (N, 3) windows, probes, places; norms and sums (2, N)
+        self._infinite: list[tuple[list[tuple[int, int]], Tensor]] = []  # N windows and places; largest, lowest (2, N)
         self._looked_up: dict[int, list[tuple[Any, Tensor]]] = {}  # by the ``id`` of leaves that are kept
         self._readers: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}  # see ``watch_reader``
         self.probe = 0  # the first one of the running backward pass
@@ -90,9 +91,12 @@ class ErrorRecorder:
         """The point at which the records of the next pass begin, for ``rewind``."""
         return len(self._records), len(self._extremes)
 
-    def rewind(self, mark: tuple[int, int] = (0, 0)) -> None:
+    def rewind(self, mark: tuple[int, int] | None = None) -> None:
         """Drop the records since ``mark``, or all: those of a pass that has failed."""
-        del self._records[mark[0] :], self._extremes[mark[1] :]
+        records, extremes = mark or (0, 0)
+        del self._records[records:], self._extremes[extremes:]
+        if mark is None:
+            self._gathered, self._infinite = [], []
         for rows in (*self._looked_up.values(), *self._readers.values()):
             rows.clear()
 
@@ -284,54 +288,35 @@ class ErrorRecorder:
 
     def overflows(self) -> tuple[dict[int, int], dict[int, int]]:
         """For every window that stored +inf since the last call, the first place that did; and the same for -inf."""
-        records, self._extremes = self._extremes, []
-        if not records:
-            return {}, {}
-        infinite = torch.stack(together(x for *_, x in records), 1).isposinf().cpu()  # one transfer from the device
-        where = [(window, place) for window, place, _ in records]
+        self.gather()
+        gathered, self._infinite = self._infinite, []
+        where = [each for places, _ in gathered for each in places]
+        flags = torch.cat(together(x for _, x in gathered), 1).tolist() if where else [[], []]  # one transfer
         above, below = (
-            dict(each for each, overflowed in reversed([*zip(where, flags)]) if overflowed)
-            for flags in infinite.tolist()
+            dict(each for each, overflowed in reversed([*zip(where, found)]) if overflowed) for found in flags
         )
         return above, below
 
     def contributions(self, windows: int, probes: int) -> np.ndarray:
         """c^2, and then <gradient, error>, (2, windows, probes, places) from the records since the last call."""
-        records, self._records = self._records, []
+        self.gather()
+        gathered, self._gathered = self._gathered, []
         total = np.zeros((2, windows, probes, len(self.places)))
-        if records:
-            found = torch.stack([torch.cat(together(x)) for x in [*zip(*records)][-2:]]).cpu()  # one transfer
-            norms, sums = found.double().numpy()
-            where = [(window, first + p, place) for window, first, place, x, _ in records for p in range(len(x))]
+        if gathered:
+            where, found = zip(*gathered)
+            norms, sums = torch.cat(together(found), 1).cpu().double().numpy()  # one transfer from the device
             for whole, values in zip(total, (norms**2, sums)):
-                np.add.at(whole, tuple(np.transpose(where)), values)
+                np.add.at(whole, tuple(np.concatenate(where).T), values)
         return total
 
-
-def local_error(exact: Tensor, rounded: Tensor) -> Tensor:
-    """``exact`` - ``rounded``, and 0 where that is not finite.
-
-    An overflow is no small error; ``ErrorRecorder.overflows`` reports it. Where it does no harm (masked scores, a
-    saturated tanh) the gradient is 0, and 0 times infinity would be NaN.
-    """
-    return (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
-
-
-def has_short_range(format: NumberFormat) -> bool:
-    """True if a result in fp32 may lie outside of the range of ``format``; bf16 has the range of fp32."""
-    return format.largest < 1e38
-
-
-def expected_error(x: Tensor, format: NumberFormat) -> Tensor:
-    """ulp / sqrt(12), the standard deviation of the error of an unknown number that was rounded to nearest to ``x``."""
-    return format.ulp(x) / 12**0.5
-
-
-def stochastic_error(error: Tensor, exact: Tensor, format: NumberFormat) -> Tensor:
-    """The standard deviation of stochastic rounding where rounding to nearest has the error ``error``.
-
-    The neighbours of ``exact`` are at distances d and ulp - d. Their probabilities make the mean exact, so that the
-    variance is d (ulp - d).
-    """
-    distance = error.abs()
-    return (distance * (format.ulp(exact) - distance)).clamp_min_(0).sqrt_()
+    def gather(self) -> None:
+        """Join the records so far: thousands of small tensors would leave the heap full of holes, window by window."""
+        records, self._records = self._records, []
+        if records:
+            where = [(window, first + p, place) for window, first, place, x, _ in records for p in range(len(x))]
+            found = torch.stack([torch.cat(together(x)) for x in [*zip(*records)][-2:]])
+            self._gathered.append((np.array(where), found))
+        extremes, self._extremes = self._extremes, []
+        if extremes:
+            infinite = torch.stack(together(x for *_, x in extremes), 1).isposinf()
+            self._infinite.append(([(window, place) for window, place, _ in extremes], infinite))

@@ -1,6 +1,7 @@
 """The adjoint predictor against exact Jacobians, many random roundings, and measured mismatches."""
 
 import copy
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -338,6 +339,22 @@ def test_a_window_does_not_depend_on_the_others(tiny_gpt2, tiny_tokens):
     together = adjoint(tiny_tokens).windows.predicted
     alone = [adjoint(window[None]).windows.predicted.item() for window in tiny_tokens]
     np.testing.assert_allclose(together, alone, rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])  # the range of fp16 is watched
+def test_a_window_leaves_few_tensors_behind(format, tiny_gpt2, monkeypatch):
+    adjoint, alive, passes = Adjoint(lower(tiny_gpt2, format), tiny_gpt2, target="kl"), [], Adjoint._passes
+
+    def counted(self, windows):
+        found = passes(self, windows)
+        alive.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+        return found
+
+    monkeypatch.setattr(Adjoint, "_passes", counted)
+    prediction = adjoint(random_tokens(4, 12))
+    later = alive[-1] - alive[1]  # the first window leaves tables that the others share
+    assert len(prediction.contributions) // 4 > 60  # places, each with tensors of its own while its window runs
+    assert later <= 2 * 8, f"two windows left {later} tensors between those of the next ones: the heap has holes then"
 
 
 def test_windows_of_other_lengths_use_the_same_places(tiny_gpt2, tiny_tokens):

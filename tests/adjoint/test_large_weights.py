@@ -8,6 +8,7 @@ from tiny import fresh_model
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from fragility_adjoint.predictor import Adjoint, parameters, recomputed, recorder
+from fragility_numerics import rounding_errors
 from fragility_numerics.formats import get_format
 from fragility_quantization.quantized import lower
 
@@ -63,7 +64,7 @@ def test_pieces_are_parts_of_the_whole(known):
     exact = torch.randn(700, recorder.LARGE // 512, generator=torch.Generator().manual_seed(0))
     rounded, gradient = exact.bfloat16().float(), exact.flip(0).expand(2, *exact.shape)
     weighted = parameters.WeightedError(rounded, exact if known else get_format("bf16"))
-    error = exact - rounded if known else recorder.expected_error(rounded, get_format("bf16"))
+    error = exact - rounded if known else rounding_errors.expected_error(rounded, get_format("bf16"))
     pieces = [piece.clone() for piece in weighted(gradient)]
     assert len(pieces) > 10 and torch.equal(torch.cat(pieces, 1), error * gradient)
     indices = torch.tensor([699, 3, 31, 3, 32])
