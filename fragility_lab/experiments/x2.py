@@ -4,8 +4,8 @@ Every recipe is predicted in nats (KL, log-probabilities), and layer by layer. P
 bits are predicted before they are measured. ``x2_flips`` predicts changed tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -119,6 +119,37 @@ def coherence_rows(evaluator: Evaluator, name: str, probes: int) -> pd.DataFrame
     columns |= {key: ratio for key, (ratio, _) in parts.items()}
     columns |= {f"{key}_error": error for key, (_, error) in parts.items()}
     return pd.DataFrame([columns | {"pairs": int(found.pairs().matters.sum())}])
+
+
+def draw_rows(evaluator: Evaluator, name: str, draws: int) -> pd.DataFrame:
+    """One row for the recipe ``name``: its KL if every rounding error has a random sign, in each of ``draws``.
+
+    ``drawn`` is the mean over draws, and ``scatter`` their standard deviation over this mean. ``ratio`` is predicted
+    over drawn, with Student's interval over draws. ``beyond`` is how many standard deviations of one draw the
+    ``measured`` KL lies above the mean: its errors have the signs that rounding gives them. Windows that overflow do
+    not count; if all do, only the name is there.
+    """
+    low, realisations = realised(evaluator.model, name)
+    predicted = evaluator.predict(get_recipe(name), "kl").windows.predicted.to_numpy()
+    measured = evaluator.measure(low).kl.to_numpy()
+    drawn = np.array([one_draw(evaluator, realisations) for _ in range(draws)])
+    known = np.isfinite(predicted) & np.isfinite(measured) & np.isfinite(drawn).all(0)
+    if not known.any():
+        return pd.DataFrame([{"recipe": name}])
+    predicted, measured, means = predicted[known].mean(), measured[known].mean(), drawn[:, known].mean(1)
+    mean, deviation = means.mean(), means.std(ddof=1) if draws > 1 else np.nan
+    columns = {"recipe": name, "windows": int(known.sum()), "draws": draws, "predicted": predicted, "drawn": mean}
+    columns |= {"measured": measured, "scatter": deviation / mean, "beyond": (measured - mean) / deviation}
+    return pd.DataFrame([columns | ratio(np.full(draws, predicted), means)])
+
+
+def one_draw(evaluator: Evaluator, realisations: ErrorSamples) -> list[float]:
+    """The KL of every window in one draw of signs: an error of a weight has the same sign in all windows."""
+    windows = evaluator.windows.split(1)
+    passes = realisations.draw(lambda model: [observe(model, window) for window in windows])
+    stored: Callable = realisations.stored.round if realisations.stored else Tensor.float  # as the head stores logits
+    passes = [replace(drawn, logits=stored(drawn.logits).float()) for drawn in passes]
+    return [compare(*each)[0].kl.item() for each in zip(passes, evaluator.exact, windows)]
 
 
 def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:

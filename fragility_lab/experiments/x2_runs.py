@@ -11,6 +11,7 @@ from fragility_lab.experiments.x2 import (
     QUANTITIES,
     Evaluator,
     coherence_rows,
+    draw_rows,
     growth_rows,
     layer_rows,
     plan_rows,
@@ -38,7 +39,7 @@ class AnalysisSpec(Specification):
     length: int  # tokens per window
     seed: int = 0
     probes: int = 2
-    count: int = 1  # budgets of plans, probes of coherence, or tokens that are decoded
+    count: int = 1  # budgets of plans, probes of coherence, draws, or tokens that are decoded
     quantities: tuple[str, ...] = QUANTITIES  # targets of recipes, each with a prediction of its own
 
     def __post_init__(self):
@@ -79,6 +80,7 @@ ANALYSES: dict[str, Callable[[Evaluator, AnalysisSpec], pd.DataFrame]] = {
     "recipes": lambda evaluator, spec: recipe_rows(evaluator, spec.recipes[0], spec.quantities),
     "growth": lambda evaluator, spec: growth_rows(evaluator, spec.recipes[0]),
     "coherence": lambda evaluator, spec: coherence_rows(evaluator, spec.recipes[0], spec.count),
+    "draws": lambda evaluator, spec: draw_rows(evaluator, spec.recipes[0], spec.count),
     "changed": lambda evaluator, spec: changed_rows(evaluator, spec.recipes[0]),
     "lengths": lambda evaluator, spec: length_rows(evaluator, spec.recipes[0], spec.count),
     "layers": lambda evaluator, spec: layer_rows(evaluator, spec.recipes[0]),

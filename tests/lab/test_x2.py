@@ -1,5 +1,6 @@
 """X2: ratios with intervals, changed choices, greedy decoding, single layers and plans against passes made by hand."""
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -102,6 +103,7 @@ def test_analyses_are_runs_that_go_on_where_they_stopped(analyses, tmp_path, mon
         ("recipes", "bf16", 3, 40, 1): x2.recipe_rows(evaluator, "bf16"),
         ("growth", "fp16", 3, 40, 1): x2.growth_rows(evaluator, "fp16"),
         ("coherence", "bf16", 3, 40, 2): x2.coherence_rows(evaluator, "bf16", 2),
+        ("draws", "w4a16-g32", 3, 40, 2): x2.draw_rows(evaluator, "w4a16-g32", 2),
         ("changed", "w4a16-g32", 3, 40, 1): x2_flips.changed_rows(evaluator, "w4a16-g32"),
         ("lengths", "w4a16-g32", 2, 5, 6): x2_flips.length_rows(prompts, "w4a16-g32", 6),
         ("layers", "w4a16-g32", 3, 40, 1): x2.layer_rows(evaluator, "w4a16-g32"),
@@ -133,11 +135,12 @@ def test_a_recipe_whose_windows_overflow_has_no_numbers(analyses, tmp_path):
         model.transformer.h[1].mlp.c_proj.weight.mul_(1e6)
     analyses = replace(analyses, inputs=replace(analyses.inputs, model=model))
     sizes = {"recipes": (3, 40), "growth": (3, 40), "coherence": (3, 40, 2), "changed": (3, 40), "lengths": (2, 5, 6)}
+    sizes["draws"] = (3, 40, 2)
     tables = {}
     for analysis, size in sizes.items():
         runs = analyses.of(analysis, ["fp16", "bf16"], *size)
         tables[analysis] = complete(Recipes, runs, analyses.inputs, tmp_path).set_index("recipe")
-        numbers = tables[analysis].drop(columns=["quantity", "windows"], errors="ignore")
+        numbers = tables[analysis].drop(columns=["quantity", "windows", "draws"], errors="ignore")
         assert numbers.loc["fp16"].isna().all(axis=None) and numbers.loc["bf16"].notna().any(axis=None), analysis
     for analysis in ("recipes", "changed"):
         assert len(figures_x2.x2_recipes(tables[analysis].reset_index()).get_yticks()) == 2
@@ -151,6 +154,34 @@ def test_errors_that_act_together_add_up_to_what_is_measured(evaluator):
     assert table["overall"] == pytest.approx(table["inside"] * table["between"])
     assert 0 < table["between_error"] < 1
     assert table["pairs"] == 0  # three windows tell no pair from chance
+
+
+def test_a_prediction_is_the_mean_over_signs_of_the_errors(evaluator):
+    """In fp32 but for the weights: each draw is a model whose weights have errors of the same sizes."""
+    recipe, draws = "w4a16-g32@fp32", 24
+    row = x2.draw_rows(evaluator, recipe, draws).squeeze()
+    low, generator = lower(evaluator.model, get_recipe(recipe)), torch.Generator().manual_seed(5)
+    means = []
+    for _ in range(draws):
+        drawn = copy.deepcopy(evaluator.model)
+        for exact, rounded in zip(drawn.parameters(), low.model.parameters()):
+            signs = torch.randint(2, exact.shape, generator=generator) * 2 - 1
+            exact.data += signs * (rounded.float() - exact)
+        passes = [x2.observe(drawn, window[None]) for window in evaluator.windows]
+        pairs = zip(passes, evaluator.exact, evaluator.windows[:, None])
+        means.append(np.mean([x2.compare(*each)[0].kl.item() for each in pairs]))
+    assert row.drawn == pytest.approx(np.mean(means), rel=0.1)
+    assert row.scatter == pytest.approx(np.std(means, ddof=1) / np.mean(means), rel=0.6)
+    assert row.predicted == pytest.approx(row.drawn, rel=0.15) and row.low < row.ratio < row.high
+    assert row.measured == pytest.approx(evaluator.measure(low).kl.mean())
+    assert row.beyond == pytest.approx((row.measured / row.drawn - 1) / row.scatter)
+
+
+def test_a_weight_has_one_error_in_all_windows_of_a_draw(evaluator):
+    same = x2.Evaluator(evaluator.model, evaluator.windows[[0, 0]])
+    _, realisations = x2.realised(same.model, "w4a16-g32@fp32")
+    first, again, other = *x2.one_draw(same, realisations), x2.one_draw(same, realisations)[0]
+    assert first == again != other
 
 
 def test_greedy_decoding_reads_the_cache_and_gives_the_text_of_whole_passes():
