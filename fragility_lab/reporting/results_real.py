@@ -102,6 +102,15 @@ def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
+def draws(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """X2's draws of the errors' signs, one row per model and recipe: KL predicted, drawn and measured (``x2.draw_rows``)."""
+    tables = [found["x2_draws"].assign(model=label) for label, found in models.items() if "x2_draws" in found]
+    if not tables:
+        return pd.DataFrame()
+    rows = pd.concat(tables, ignore_index=True).dropna(subset="ratio")
+    return rows.assign(interval=[f"{row.low:.2f} to {row.high:.2f}" for row in rows.itertuples()])
+
+
 def plans(models: Mapping[str, Tables]) -> pd.DataFrame:
     """Mixed plans of X2, one row per model, ladder and budget: KL predicted and measured, and of a plan by chance."""
     tables = [found["x2_plans"].assign(model=label) for label, found in models.items() if "x2_plans" in found]
@@ -129,6 +138,7 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
         "real_rows": rows,
         "real_recipes": recipes(named),
         "real_plans": plans(named),
+        "draws": draws(everyone),
         "real_windows": {name: windows_of(f"{name}_runs", named) for name in ("e2", "x1")},
         "real_lengths": lengths_of("e3_runs", named),
         "real_claims": claims(named) if named else pd.DataFrame(),

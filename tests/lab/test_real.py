@@ -7,6 +7,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from fragility_lab.inputs import fetched
@@ -165,6 +167,24 @@ def test_recipes_of_real_models_have_a_table():
     overall = tables["x2_coherence"].set_index("recipe").overall
     assert acting.equals(overall.reindex(acting.index).rename("together"))
     assert results_real.recipes({"B": {}}).empty
+
+
+def test_draws_of_all_models_have_one_table_and_are_counted():
+    table = pd.DataFrame(
+        {"recipe": ["bf16", "mxfp8", "fp16"], "windows": [2, 2, np.nan], "draws": [8, 8, np.nan]}
+        | {"predicted": [1.0, 2.0, np.nan], "drawn": [1.05, 1.6, np.nan], "measured": [1.2, 2.1, np.nan]}
+        | {"ratio": [0.95, 1.25, np.nan], "low": [0.9, 1.2, np.nan], "high": [1.0, 1.3, np.nan]}
+        | {"scatter": [0.1, 0.06, np.nan], "beyond": [1.4, 5.2, np.nan]}
+    )
+    rows = results_real.draws({"A": {"x2_draws": table}, "B": {}})
+    assert rows.recipe.tolist() == ["bf16", "mxfp8"] and rows.interval.tolist() == ["0.90 to 1.00", "1.20 to 1.30"]
+    assert results_real.draws({"B": {}}).empty
+    page = " ".join(results.filled("page.md.jinja", **numbers("smollm2-135m") | {"draws": rows}).split())
+    assert "has a random sign, 8 times" in page
+    assert (
+        "A: predicted KL is within 10 % of the mean of draws for 1 of 2 recipes, and of the measured KL for 1," in page
+    )
+    assert "The measured KL lies within two deviations of a draw for 1. The median scatter is 8" in page
 
 
 def test_plans_of_real_models_stand_beside_chance():
