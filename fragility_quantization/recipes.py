@@ -86,9 +86,9 @@ INT8, INT4, INT3 = NARROW["int8"], NARROW["int4"], NARROW["int3"]
 GROUPS = {**{f"g{size}": ("group", size) for size in (32, 64, 128)}, "channel": ("row", 0)}
 
 
-def microscaled(format: Format, size: int = 32) -> Scheme:
-    """A scheme of OCP Microscaling Formats 1.0 (2023): groups of 32 under a power of two."""
-    return Scheme(format, "group", size, "e8m0", "floor")
+def microscaled(format: Format, rule: str = "floor") -> Scheme:
+    """A scheme of OCP Microscaling Formats 1.0 (2023): groups of 32 under a power of two, by its ``rule`` or another."""
+    return Scheme(format, "group", 32, "e8m0", rule)
 
 
 NVFP4 = Scheme(NARROW["fp4_e2m1"], "group", 16, "e4m3")
@@ -118,6 +118,7 @@ LINEAR: dict[str, Operands] = {
         ("fp8", E4M3), ("fp8-e5m2", E5M2), ("fp6", NARROW["fp6_e2m3"]), ("fp6-e3m2", NARROW["fp6_e3m2"]),
         ("fp4", NARROW["fp4_e2m1"]), ("int8", INT8),
     )},
+    **{f"mxfp{f.bits}-ceil": both(microscaled(f, "ceil")) for f in (E4M3, NARROW["fp6_e2m3"], NARROW["fp4_e2m1"])},
     "mxfp4-w": weights_only(microscaled(NARROW["fp4_e2m1"])),
     "nvfp4-w4a4": both(NVFP4),
     "nvfp4-w": weights_only(NVFP4),
