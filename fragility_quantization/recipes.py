@@ -87,7 +87,7 @@ GROUPS = {**{f"g{size}": ("group", size) for size in (32, 64, 128)}, "channel": 
 
 
 def microscaled(format: Format, rule: str = "floor") -> Scheme:
-    """A scheme of OCP Microscaling Formats 1.0 (2023): groups of 32 under a power of two, by its ``rule`` or another."""
+    """A scheme of OCP Microscaling Formats 1.0 (2023): groups of 32 under a power of two, by a ``rule``."""
     return Scheme(format, "group", 32, "e8m0", rule)
 
 

@@ -7,6 +7,7 @@ bits are predicted before they are measured. ``x2_flips`` predicts changed token
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,6 +24,7 @@ from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.measurement.comparison import ObservedPass, compare, observe, ratio
 from fragility_lab.measurement.growth import half_errors, squared
 from fragility_numerics.lowering import LowPrecision
+from fragility_quantization.operands import inputs_first, linear_weights, owner
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
@@ -150,6 +152,29 @@ def one_draw(evaluator: Evaluator, realisations: ErrorSamples) -> list[float]:
     stored: Callable = realisations.stored.round if realisations.stored else Tensor.float  # as the head stores logits
     passes = [replace(drawn, logits=stored(drawn.logits).float()) for drawn in passes]
     return [compare(*each)[0].kl.item() for each in zip(passes, evaluator.exact, windows)]
+
+
+def saturation_table(model: PreTrainedModel, recipes: Sequence[str]) -> pd.DataFrame:
+    """One row for each of ``recipes`` that gives linear layers a scheme: weights that its scales leave out of range.
+
+    ``saturated`` is the share of weights that the largest number stands for although they are farther from it than any
+    rounding takes them, and ``of_error`` their share of the squared error of all weights.
+    """
+    rows = []
+    for recipe in map(get_recipe, recipes):
+        counts = []
+        for path, weight in linear_weights(model).items():
+            scheme: Any = recipe.operands(owner(path)).weights
+            if scheme is not None:
+                x = weight.detach().mT if inputs_first(model.get_submodule(owner(path))) else weight.detach()
+                error = (scheme.round(x) - x).abs()
+                outside = error > 0.51 * scheme.ulp(x)
+                squares = error.double().square()
+                counts.append([outside.sum().item(), x.numel(), squares[outside].sum().item(), squares.sum().item()])
+        if counts:
+            saturated, weights, theirs, whole = np.sum(counts, 0)
+            rows.append({"recipe": recipe.name, "saturated": saturated / weights, "of_error": theirs / whole})
+    return pd.DataFrame(rows)
 
 
 def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:

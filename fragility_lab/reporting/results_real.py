@@ -103,12 +103,18 @@ def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def draws(models: Mapping[str, Tables]) -> pd.DataFrame:
-    """X2's draws of the errors' signs, one row per model and recipe: KL predicted, drawn and measured (``x2.draw_rows``)."""
+    """X2's draws of signs, one row per model and recipe: KL predicted, drawn and measured (``x2.draw_rows``)."""
     tables = [found["x2_draws"].assign(model=label) for label, found in models.items() if "x2_draws" in found]
     if not tables:
         return pd.DataFrame()
     rows = pd.concat(tables, ignore_index=True).dropna(subset="ratio")
     return rows.assign(interval=[f"{row.low:.2f} to {row.high:.2f}" for row in rows.itertuples()])
+
+
+def saturated(models: Mapping[str, Tables]) -> pd.DataFrame:
+    """Weights that scales leave out of range, one row per model and recipe that has some (``x2.saturation_table``)."""
+    tables = [found["x2_saturation"].assign(model=label) for label, found in models.items() if "x2_saturation" in found]
+    return pd.concat(tables, ignore_index=True).query("saturated > 0") if tables else pd.DataFrame()
 
 
 def plans(models: Mapping[str, Tables]) -> pd.DataFrame:
@@ -139,6 +145,7 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
         "real_recipes": recipes(named),
         "real_plans": plans(named),
         "draws": draws(everyone),
+        "saturated": saturated(everyone),
         "real_windows": {name: windows_of(f"{name}_runs", named) for name in ("e2", "x1")},
         "real_lengths": lengths_of("e3_runs", named),
         "real_claims": claims(named) if named else pd.DataFrame(),

@@ -187,6 +187,15 @@ def test_draws_of_all_models_have_one_table_and_are_counted():
     assert "The measured KL lies within two deviations of a draw for 1. The median scatter is 8" in page
 
 
+def test_recipes_without_weights_out_of_range_are_left_out():
+    table = pd.DataFrame({"recipe": ["mxfp8", "mxfp8-ceil"], "saturated": [0.01, 0.0], "of_error": [0.25, 0.0]})
+    rows = results_real.saturated({"A": {"x2_saturation": table}, "B": {}})
+    assert rows.recipe.tolist() == ["mxfp8"] and rows.model.tolist() == ["A"]
+    assert results_real.saturated({"B": {}}).empty
+    page = results.filled("page.md.jinja", **numbers("smollm2-135m") | {"saturated": rows})
+    assert "| A | mxfp8 | 1.00" in page and "their share of the squared error" in page
+
+
 def test_plans_of_real_models_stand_beside_chance():
     table = read_tables("embedded")["x2_plans"]
     rows = results_real.plans({"A": {"x2_plans": table}, "B": {}})

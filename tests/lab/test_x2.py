@@ -184,6 +184,24 @@ def test_a_weight_has_one_error_in_all_windows_of_a_draw(evaluator):
     assert first == again != other
 
 
+def test_weights_out_of_range_are_counted_with_their_errors():
+    """By hand: in a group of 32 the largest weight is 500, which the rule FLOOR of MX leaves above 448."""
+    model = random_gpt2(TINY)
+    for path, weight in linear_weights(model).items():
+        x = weight.data.mT if "c_" in path else weight.data  # GPT-2's layers have their inputs first
+        x.copy_(torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.5, 255.0, 256.0))
+        x[:, ::32] = 500.0
+    table = x2.saturation_table(model, ["bf16", "mxfp8", "mxfp8-ceil", "w8a16-g32"]).set_index("recipe")
+    assert table.index.tolist() == ["mxfp8", "mxfp8-ceil", "w8a16-g32"]
+    share = sum(x[:, ::32].numel() for x in weights_by_row(model)) / sum(x.numel() for x in weights_by_row(model))
+    assert table.saturated["mxfp8"] == pytest.approx(share) and 0.99 < table.of_error["mxfp8"] < 1
+    assert not table.loc[["mxfp8-ceil", "w8a16-g32"]].any(axis=None)
+
+
+def weights_by_row(model) -> list[torch.Tensor]:
+    return [x.mT if "c_" in path else x for path, x in linear_weights(model).items()]
+
+
 def test_greedy_decoding_reads_the_cache_and_gives_the_text_of_whole_passes():
     model, prompts = random_gpt2(TINY), torch.arange(18).view(3, 6)
     for low in (None, lower(model, "kv-int8")):

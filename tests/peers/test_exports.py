@@ -191,10 +191,11 @@ EXACT = {
 }
 
 POWERS = {"fp8_e4m3_linear", "fp8_e5m2_linear"}
+MXFP6 = {"mxfp6", "mxfp6-ceil", "mxfp6-e3m2"}
 REFUSED = {
     "modelopt": {"w4a16-zero-g128", "fp8-block", "fp8-e5m2"} | POWERS,
     "compressed-tensors": {"fp8-e5m2", "mxfp8-e5m2", "mxfp6-e3m2", "mxint8"} | POWERS,
-    "torchao": {"w4a8-int8", "fp8-static", "fp8-e5m2", "mxfp6", "mxfp6-e3m2", "mxint8", "mxfp4-w"} | POWERS | {"mxfp6-ceil"},
+    "torchao": {"w4a8-int8", "fp8-static", "fp8-e5m2", "mxint8", "mxfp4-w"} | MXFP6 | POWERS,
 }
 
 
