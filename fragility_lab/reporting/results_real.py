@@ -48,6 +48,19 @@ def measured(label: str, tables: Tables) -> dict[str, str]:
     return row | {"overflow": ", ".join(over) or "none"}
 
 
+def of_scales(tables: Tables) -> dict[str, object]:
+    """Numbers of X2 about ``mxfp8``: weights out of range, their share of the squared error, and KL beside "ceil".
+
+    ``drawn`` counts the recipes whose prediction is close to the mean of draws. All are missing if not run.
+    """
+    if not {"x2_draws", "x2_saturation"} <= tables.keys():
+        return {}
+    drawn, saturation = (tables[name].set_index("recipe") for name in ("x2_draws", "x2_saturation"))
+    known = drawn.ratio.dropna()
+    kl = {f"{name}_kl": drawn.measured.get(recipe) for name, recipe in (("floor", "mxfp8"), ("ceil", "mxfp8-ceil"))}
+    return saturation.loc["mxfp8"].to_dict() | kl | {"drawn": f"{known.between(*CLOSE).sum()} of {len(known)}"}
+
+
 def mean(tables: Tables, name: str, column: str) -> str:
     """The mean of a ``column`` of the table ``name``, as text; "–" if the table is missing."""
     return number(tables[name][column].mean() if name in tables else None, ".2f")
@@ -112,9 +125,9 @@ def draws(models: Mapping[str, Tables]) -> pd.DataFrame:
 
 
 def saturated(models: Mapping[str, Tables]) -> pd.DataFrame:
-    """Weights that scales leave out of range, one row per model and recipe that has some (``x2.saturation_table``)."""
+    """Weights that scales leave out of range (``x2.saturation_table``), where they make 1 % of the squared error."""
     tables = [found["x2_saturation"].assign(model=label) for label, found in models.items() if "x2_saturation" in found]
-    return pd.concat(tables, ignore_index=True).query("saturated > 0") if tables else pd.DataFrame()
+    return pd.concat(tables, ignore_index=True).query("of_error >= 0.01") if tables else pd.DataFrame()
 
 
 def plans(models: Mapping[str, Tables]) -> pd.DataFrame:
@@ -137,7 +150,7 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
         "real": [
             measured(label, found) | {
                 "positive": by_label[label].verdict[first], "interval": by_label[label].interval[first],
-                "orders": by_label[label].verdict[blocks],
+                "orders": by_label[label].verdict[blocks], "scales": of_scales(found),
             }
             for label, found in named.items()
         ],

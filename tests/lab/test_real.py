@@ -187,6 +187,20 @@ def test_draws_of_all_models_have_one_table_and_are_counted():
     assert "The measured KL lies within two deviations of a draw for 1. The median scatter is 8" in page
 
 
+def test_what_scales_of_mx_cost_is_a_finding_where_it_was_run():
+    drawn = {"recipe": ["mxfp8", "mxfp8-ceil", "fp16"], "ratio": [1.2, 1.05, np.nan], "measured": [0.08, 0.04, np.nan]}
+    out = pd.DataFrame({"recipe": ["mxfp8", "mxfp8-ceil"], "saturated": [0.006, 0.0], "of_error": [0.27, 0.0]})
+    found = results_real.of_scales({"x2_draws": pd.DataFrame(drawn), "x2_saturation": out})
+    assert found == {"saturated": 0.006, "of_error": 0.27, "floor_kl": 0.08, "ceil_kl": 0.04, "drawn": "1 of 2"}
+    assert results_real.of_scales({"x2_saturation": out}) == {}
+    known = numbers("smollm2-135m")
+    plain = known["real"][0] | {"scales": {}}
+    for scales, said in ((found, True), ({}, False)):
+        text = results.filled("findings.md.jinja", **known | {"real": [plain | {"scales": scales}]})
+        assert ("KL is 0.040 in place of 0.080" in text) is said
+        assert ("of the mean over random signs of the errors for 1 of 2" in text) is said
+
+
 def test_recipes_without_weights_out_of_range_are_left_out():
     table = pd.DataFrame({"recipe": ["mxfp8", "mxfp8-ceil"], "saturated": [0.01, 0.0], "of_error": [0.25, 0.0]})
     rows = results_real.saturated({"A": {"x2_saturation": table}, "B": {}})
