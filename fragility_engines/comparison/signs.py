@@ -72,7 +72,7 @@ def ends(gap: Gap) -> int:
 
 def described(found: dict[str, Any]) -> list[str]:
     """Sentences on the causes that ``patterns`` point to; empty if they point to none."""
-    if found["drawn"]:
+    if found["drawn"] and not found["rows"]:  # another text's log does not follow the tokens either
         text = (
             "The log does not follow the tokens of the text, and has on average what tokens have that the model draws"
         )

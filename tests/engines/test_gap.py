@@ -629,6 +629,8 @@ def test_rows_in_another_order_are_told(model, native):
     assert signs["rows"] == {0: 1, 1: 2, 2: 0}
     assert "sequence 0 (from 0) are those of sequence 1" in " ".join(described(signs))
     assert patterns(measure(model, native, "bf16"))["rows"] == {}
+    (text, *_) = described({**signs, "drawn": True})  # over many tokens it has the mean of drawn ones, too
+    assert "the engine drew" not in text and "are those of sequence" in " ".join(described({**signs, "drawn": True}))
 
 
 def test_a_cause_of_some_sequences_is_named_for_these(model, native):
