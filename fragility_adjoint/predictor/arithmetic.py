@@ -134,7 +134,8 @@ class LowArithmetic(FunctionMode):
         if func == GET_DTYPE:
             return self.dtype(args[0])
         call = FunctionCall(func, args, kwargs, self._to_fp32)
-        if call.name == "topk":
+        attends = self.recorder.path[-1] in self.recorder.roles["attention"]
+        if call.name == "topk" or (call.largest and not attends):  # a softmax may take the largest score
             self.recorder.mark_module("router")
         elif call.product == "values":
             self.recorder.mark_module("attention")

@@ -51,6 +51,11 @@ class FunctionCall:
             return ""
         return "weights" if any(stored_as(x) == "weight" for x in self.floating) else "values"
 
+    @property
+    def largest(self) -> bool:
+        """True if the call takes the largest entry along a dimension, as routers of Phi-3.5-MoE do twice a token."""
+        return self.name == "max" and ("dim" in self.kwargs or any(type(each) is int for each in self.args))
+
     def only_moves(self, y: Tensor) -> bool:
         """True if the result ``y`` holds numbers that were stored before."""
         if self.name in EXACT_FUNCTIONS:

@@ -8,7 +8,15 @@ import torch
 from families import DENSE, EXPERTS, GROUPED, OTHERS, TOKENS
 from tiny import low_hidden, random_model
 from torch import nn
-from transformers import DeepseekV3Config, Glm4MoeConfig, LlamaConfig, MistralConfig, MixtralConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PhimoeConfig,
+)
 
 from fragility_adjoint.predictor import Adjoint
 from fragility_core.models.paths import final_hidden
@@ -197,6 +205,17 @@ def test_mixtures_of_experts(config):
     assert windows.any() and everywhere[windows].mean() < 0.85
     places = adjoint(TOKENS[:1]).contributions.query("site == 'router'")
     assert set(places.kind) == {"kernel", "weight"} and set(places.layer) == {0, 1, 2}
+
+
+def test_a_router_that_takes_the_largest_score_twice_is_one_and_a_softmax_is_none():
+    """Phi-3.5-MoE calls no topk, and attention of GPT-OSS subtracts the largest score."""
+    for kind in (PhimoeConfig, GptOssConfig):
+        model = random_model(kind(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, num_local_experts=4, pad_token_id=0,
+        ))  # fmt: skip
+        places = Adjoint(lower(model, "bf16"))(TOKENS[:1, :12] % 97).contributions.query("site == 'router'")
+        assert set(places.module) == {f"model.layers.{layer}.mlp.router" for layer in (0, 1)}
 
 
 @torch.no_grad()
