@@ -23,7 +23,8 @@ def patterns(gap: Gap) -> dict[str, Any]:
     the share of the square that one sequence makes, relative to an equal share; ``begins`` the position from which on
     the change is more than rounding, where it is none before; 0 where it is not so. ``ends`` is the one from which on
     it is rounding, where it is more before. ``read`` and ``scored`` are the ids
-    of a token that ``begins_with`` and ``stands_at`` find, or None. ``rows`` is what ``rows_of_others`` finds.
+    of a token that ``begins_with`` and ``stands_at`` find, or None. ``rows`` is what ``rows_of_others`` finds,
+    and ``number`` what ``stands_for_none`` does.
     """
     tokens, unit = gap.tokens, gap.predicted
     by = tokens.groupby("sequence")
@@ -40,7 +41,7 @@ def patterns(gap: Gap) -> dict[str, Any]:
         "largest": float(sums.max() / sums.mean()) if squares.any() else 1.0, "begins": begins(gap),
         "ends": ends(gap),
         "read": begins_with(gap), "scored": stands_at(gap), "rows": rows_of_others(gap),
-        "drawn": of_drawn(gap),
+        "drawn": of_drawn(gap), "number": stands_for_none(gap),
     }  # fmt: skip
 
 
@@ -77,6 +78,9 @@ def described(found: dict[str, Any]) -> list[str]:
             "The log does not follow the tokens of the text, and has on average what tokens have that the model draws"
         )
         return [f"{text}: these are the log-probabilities of tokens that the engine drew, not of the text's."]
+    if found["number"] is not None:  # at single tokens, which tell nothing about positions
+        text = f"Most of the square is where the log has {found['number']:g}, at several tokens"
+        return [f"{text}: an engine writes it where it scores none, or clamps, so write null there and compare again."]
     texts = []
     if found["ends"]:
         text = f"The change is rounding from position {found['ends']} of the sequences on, and more before it"
@@ -186,6 +190,16 @@ def stands_at(gap: Gap) -> int | None:
     limit = LOUD**2 * MORE**2 * gap.predicted**2
     alone = own.median() > limit > squares.drop(own.index).median()
     return int(token) if alone and len(own) > 1 and own.sum() > squares.sum() / 2 else None
+
+
+def stands_for_none(gap: Gap) -> float | None:
+    """The number that stands in the log at several tokens which have most of the squared change of ``gap``, or None."""
+    squares, log = gap.tokens.change**2, (gap.tokens.exact + gap.tokens.change).round(6)
+    number = squares.groupby(log).sum().idxmax()
+    own, limit = squares[log == number], LOUD**2 * MORE**2 * gap.predicted**2
+    most = own.sum() > squares.sum() / 2 and own.nlargest(2).min() > limit  # not one token, and a number beside it
+    some = gap.tokens.token[own.index].nunique() > 1 and len(own) < len(log) / 2
+    return float(number) + 0.0 if most and some else None
 
 
 def scale_of(gap: Gap) -> float:

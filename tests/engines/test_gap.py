@@ -469,6 +469,23 @@ def test_patterns_tell_kinds_of_excess_apart():
     assert told.startswith("The change is rounding from position 17 of the sequences on, and more before it")
 
 
+@pytest.mark.parametrize(("floor", "places"), [(-100.0, [5, 20, 31]), (0.0, [1])])
+def test_a_number_that_stands_for_no_score_is_told(model, native, floor, places):
+    """In too few places to be refused at once; positions and routers have nothing to do with it."""
+    values = [np.where(np.isin(np.arange(48), places), floor, each.logprobs) for each in native[:4]]
+    signs = patterns(measure(model, [replace(each, logprobs=v) for each, v in zip(native, values)], "bf16", 1))
+    (text,) = described(signs)
+    assert signs["number"] == floor and f"where the log has {floor:g}, at several tokens" in text
+    rounded = [replace(each, logprobs=each.logprobs.round(1)) for each in native]
+    assert patterns(measure(model, rounded, "bf16", 1))["number"] is None
+
+
+def test_a_log_that_clamps_few_numbers_is_told(model, native):
+    floor = np.sort(np.concatenate([each.logprobs[1:] for each in native]))[5]
+    clamped = [replace(each, logprobs=np.maximum(each.logprobs, floor)) for each in native]
+    assert patterns(measure(model, clamped, "bf16", 1))["number"] == pytest.approx(floor)
+
+
 def gap_of(observed, predicted=1.0, emulated=1.0, two=False, tokens=64):
     """A gap whose sequences have these mean squares, and no token that changes."""
     table = pd.DataFrame({"observed": observed, "predicted": predicted, "emulated": emulated, "tokens": tokens})

@@ -22,7 +22,7 @@ BUDGETS = {  # lines
     "fragility_lab": 11954,
     "fragility_explorer": 1768,
     "fragility_lessons": 3660,
-    "fragility_engines": 6496,
+    "fragility_engines": 6510,
     "fragility_peers": 870,
     "fragility_pretraining": 400,
 }
