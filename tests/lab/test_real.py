@@ -198,7 +198,7 @@ def test_what_scales_of_mx_cost_is_a_finding_where_it_was_run():
     for scales, said in ((found, True), ({}, False)):
         text = results.filled("findings.md.jinja", **known | {"real": [plain | {"scales": scales}]})
         assert ("KL is 0.040 in place of 0.080" in text) is said
-        assert ("of the mean over random signs of the errors for 1 of 2" in text) is said
+        assert ("of its mean over random signs of the errors for 1 of 2" in text) is said
 
 
 def test_recipes_without_weights_out_of_range_are_left_out():
