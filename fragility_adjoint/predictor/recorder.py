@@ -291,7 +291,7 @@ class ErrorRecorder:
         self.gather()
         gathered, self._infinite = self._infinite, []
         where = [each for places, _ in gathered for each in places]
-        flags = torch.cat(together(x for _, x in gathered), 1).tolist() if where else [[], []]  # one transfer
+        flags = torch.cat(together(x for _, x in gathered), 1).cpu().tolist() if where else [[], []]  # one transfer
         above, below = (
             dict(each for each, overflowed in reversed([*zip(where, found)]) if overflowed) for found in flags
         )
