@@ -174,7 +174,7 @@ def saturation_table(model: PreTrainedModel, recipes: Sequence[str]) -> pd.DataF
         if counts:
             saturated, weights, theirs, whole = np.sum(counts, 0)
             rows.append({"recipe": recipe.name, "saturated": saturated / weights, "of_error": theirs / whole})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["recipe", "saturated", "of_error"])
 
 
 def layer_rows(evaluator: Evaluator, name: str) -> pd.DataFrame:

@@ -193,6 +193,7 @@ def test_what_scales_of_mx_cost_is_a_finding_where_it_was_run():
     found = results_real.of_scales({"x2_draws": pd.DataFrame(drawn), "x2_saturation": out})
     assert found == {"saturated": 0.006, "of_error": 0.27, "floor_kl": 0.08, "ceil_kl": 0.04, "drawn": "1 of 2"}
     assert results_real.of_scales({"x2_saturation": out}) == {}
+    assert "ceil_kl" in results_real.of_scales({"x2_draws": pd.DataFrame(drawn), "x2_saturation": out[1:]})
     known = numbers("smollm2-135m")
     plain = known["real"][0] | {"scales": {}}
     for scales, said in ((found, True), ({}, False)):

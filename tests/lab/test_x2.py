@@ -193,6 +193,7 @@ def test_weights_out_of_range_are_counted_with_their_errors():
         x[:, ::32] = 500.0
     table = x2.saturation_table(model, ["bf16", "mxfp8", "mxfp8-ceil", "w8a16-g32"]).set_index("recipe")
     assert table.index.tolist() == ["mxfp8", "mxfp8-ceil", "w8a16-g32"]
+    assert x2.saturation_table(model, ["bf16"]).columns.tolist() == ["recipe", "saturated", "of_error"]  # can be read
     share = sum(x[:, ::32].numel() for x in weights_by_row(model)) / sum(x.numel() for x in weights_by_row(model))
     assert table.saturated["mxfp8"] == pytest.approx(share) and 0.99 < table.of_error["mxfp8"] < 1
     assert not table.loc[["mxfp8-ceil", "w8a16-g32"]].any(axis=None)
