@@ -58,7 +58,8 @@ def of_scales(tables: Tables) -> dict[str, object]:
     drawn, saturation = (tables[name].set_index("recipe") for name in ("x2_draws", "x2_saturation"))
     known = drawn.ratio.dropna()
     kl = {f"{name}_kl": drawn.measured.get(recipe) for name, recipe in (("floor", "mxfp8"), ("ceil", "mxfp8-ceil"))}
-    return saturation.reindex(["mxfp8"]).loc["mxfp8"].to_dict() | kl | {"drawn": f"{known.between(*CLOSE).sum()} of {len(known)}"}
+    kl["drawn"] = f"{known.between(*CLOSE).sum()} of {len(known)}"
+    return saturation.reindex(["mxfp8"]).loc["mxfp8"].to_dict() | kl
 
 
 def mean(tables: Tables, name: str, column: str) -> str:

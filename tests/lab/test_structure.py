@@ -19,7 +19,7 @@ BUDGETS = {  # lines
     "fragility_offload": 526,
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
-    "fragility_lab": 11954,
+    "fragility_lab": 11955,
     "fragility_explorer": 1768,
     "fragility_lessons": 3660,
     "fragility_engines": 6510,
