@@ -6,6 +6,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from fragility_quantization.operands import inputs_first, linear_weights, owner
+from fragility_quantization.recipes import Recipe
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -20,4 +23,24 @@ def moved(model: Model, scale: float, number: int) -> Model:
     for weight in copied.parameters():
         noise = torch.randn(weight.shape, generator=generator, device=weight.device)
         weight.data *= 1 + scale * noise
+    return copied
+
+
+def dithered(model: Model, recipe: Recipe, number: int) -> Model:
+    """A copy of ``model`` whose weights are moved as far as ``recipe`` rounds them, so that it rounds them differently.
+
+    Where the recipe gives the weights of linear layers a scheme, each moves by a uniform number of at most half the
+    scheme's step there. The errors of these weights then do not depend on the weights as stored (Schuchman 1964). All
+    others are moved by half a unit roundoff of the kernels, as in ``moved``. ``number`` seeds the draw.
+    """
+    copied = moved(model, recipe.kernels.unit_roundoff / 2, number)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(number)
+    exact = linear_weights(model)
+    for path, weight in linear_weights(copied).items():
+        if (scheme := recipe.operands(owner(path)).weights) is not None:
+            turned = inputs_first(model.get_submodule(owner(path)))
+            x = exact[path].detach().mT if turned else exact[path].detach()
+            noise = torch.rand(x.shape, generator=generator, device=x.device) - 0.5
+            x = x + noise * scheme.ulp(x)
+            weight.data = x.mT.contiguous() if turned else x
     return copied

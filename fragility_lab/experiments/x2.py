@@ -20,6 +20,7 @@ from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.mixed_precision import apply
 from fragility_adjoint.mixed_precision.bits import Choice, Choices, fused_layers, predictions
 from fragility_adjoint.predictor import Adjoint, Prediction
+from fragility_lab.experiments.realisations import dithered
 from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.measurement.comparison import ObservedPass, compare, observe, ratio
 from fragility_lab.measurement.growth import half_errors, squared
@@ -152,6 +153,27 @@ def one_draw(evaluator: Evaluator, realisations: ErrorSamples) -> list[float]:
     stored: Callable = realisations.stored.round if realisations.stored else Tensor.float  # as the head stores logits
     passes = [replace(drawn, logits=stored(drawn.logits).float()) for drawn in passes]
     return [compare(*each)[0].kl.item() for each in zip(passes, evaluator.exact, windows)]
+
+
+def realisation_rows(evaluator: Evaluator, name: str, realisations: int) -> pd.DataFrame:
+    """One row for the recipe ``name``: its KL, predicted and measured, as means over ``realisations`` of rounding.
+
+    In each realisation the weights are moved (``dithered``), so that rounding gives them other errors. ``ratio`` is
+    predicted over measured with Student's interval over realisations, ``scatter`` the standard deviation of the ratios
+    of single ones, and ``as_stored`` the ratio for the weights as they are. Those that overflow do not count; if all
+    do, only the name is there.
+    """
+    recipe, rows = get_recipe(name), [recipe_rows(evaluator, name, ["kl"])]
+    for number in range(1, realisations + 1):
+        model = dithered(evaluator.model, recipe, number)
+        rows.append(recipe_rows(Evaluator(model, evaluator.windows, evaluator.probes), name, ["kl"]))
+    stored, *table = pd.concat(rows).to_dict("records")
+    table = pd.DataFrame(table).dropna(subset="ratio")
+    if table.empty:
+        return pd.DataFrame([{"recipe": name}])
+    columns = {"recipe": name, "windows": stored["windows"], "realisations": len(table), "as_stored": stored["ratio"]}
+    columns |= {"predicted": table.predicted.mean(), "measured": table.measured.mean(), "scatter": table.ratio.std()}
+    return pd.DataFrame([columns | ratio(table.predicted.to_numpy(), table.measured.to_numpy())])
 
 
 def saturation_table(model: PreTrainedModel, recipes: Sequence[str]) -> pd.DataFrame:

@@ -15,6 +15,7 @@ from fragility_lab.experiments.x2 import (
     growth_rows,
     layer_rows,
     plan_rows,
+    realisation_rows,
     recipe_rows,
 )  # fmt: skip
 from fragility_lab.experiments.x2_flips import changed_rows, length_rows
@@ -39,7 +40,7 @@ class AnalysisSpec(Specification):
     length: int  # tokens per window
     seed: int = 0
     probes: int = 2
-    count: int = 1  # budgets of plans, probes of coherence, draws, or tokens that are decoded
+    count: int = 1  # budgets of plans, probes of coherence, draws, realisations, or tokens that are decoded
     quantities: tuple[str, ...] = QUANTITIES  # targets of recipes, each with a prediction of its own
 
     def __post_init__(self):
@@ -81,6 +82,7 @@ ANALYSES: dict[str, Callable[[Evaluator, AnalysisSpec], pd.DataFrame]] = {
     "growth": lambda evaluator, spec: growth_rows(evaluator, spec.recipes[0]),
     "coherence": lambda evaluator, spec: coherence_rows(evaluator, spec.recipes[0], spec.count),
     "draws": lambda evaluator, spec: draw_rows(evaluator, spec.recipes[0], spec.count),
+    "realisations": lambda evaluator, spec: realisation_rows(evaluator, spec.recipes[0], spec.count),
     "changed": lambda evaluator, spec: changed_rows(evaluator, spec.recipes[0]),
     "lengths": lambda evaluator, spec: length_rows(evaluator, spec.recipes[0], spec.count),
     "layers": lambda evaluator, spec: layer_rows(evaluator, spec.recipes[0]),

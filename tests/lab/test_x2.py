@@ -13,6 +13,7 @@ from tiny import TINY, random_gpt2, random_tokens
 from fragility_adjoint.explain.error_samples import ErrorSamples
 from fragility_adjoint.predictor import Adjoint
 from fragility_lab.experiments import x2, x2_flips
+from fragility_lab.experiments.realisations import dithered
 from fragility_lab.experiments.x2_runs import ANALYSES, Analyses, Recipes
 from fragility_lab.inputs.loading import Inputs
 from fragility_lab.measurement.decoding import greedy, kept_length
@@ -104,6 +105,7 @@ def test_analyses_are_runs_that_go_on_where_they_stopped(analyses, tmp_path, mon
         ("growth", "fp16", 3, 40, 1): x2.growth_rows(evaluator, "fp16"),
         ("coherence", "bf16", 3, 40, 2): x2.coherence_rows(evaluator, "bf16", 2),
         ("draws", "w4a16-g32", 3, 40, 2): x2.draw_rows(evaluator, "w4a16-g32", 2),
+        ("realisations", "w4a16-g32", 3, 40, 2): x2.realisation_rows(evaluator, "w4a16-g32", 2),
         ("changed", "w4a16-g32", 3, 40, 1): x2_flips.changed_rows(evaluator, "w4a16-g32"),
         ("lengths", "w4a16-g32", 2, 5, 6): x2_flips.length_rows(prompts, "w4a16-g32", 6),
         ("layers", "w4a16-g32", 3, 40, 1): x2.layer_rows(evaluator, "w4a16-g32"),
@@ -135,12 +137,12 @@ def test_a_recipe_whose_windows_overflow_has_no_numbers(analyses, tmp_path):
         model.transformer.h[1].mlp.c_proj.weight.mul_(1e6)
     analyses = replace(analyses, inputs=replace(analyses.inputs, model=model))
     sizes = {"recipes": (3, 40), "growth": (3, 40), "coherence": (3, 40, 2), "changed": (3, 40), "lengths": (2, 5, 6)}
-    sizes["draws"] = (3, 40, 2)
+    sizes |= dict.fromkeys(("draws", "realisations"), (3, 40, 2))
     tables = {}
     for analysis, size in sizes.items():
         runs = analyses.of(analysis, ["fp16", "bf16"], *size)
         tables[analysis] = complete(Recipes, runs, analyses.inputs, tmp_path).set_index("recipe")
-        numbers = tables[analysis].drop(columns=["quantity", "windows", "draws"], errors="ignore")
+        numbers = tables[analysis].drop(columns=["quantity", "windows", "draws", "realisations"], errors="ignore")
         assert numbers.loc["fp16"].isna().all(axis=None) and numbers.loc["bf16"].notna().any(axis=None), analysis
     for analysis in ("recipes", "changed"):
         assert len(figures_x2.x2_recipes(tables[analysis].reset_index()).get_yticks()) == 2
@@ -182,6 +184,38 @@ def test_a_weight_has_one_error_in_all_windows_of_a_draw(evaluator):
     _, realisations = x2.realised(same.model, "w4a16-g32@fp32")
     first, again, other = *x2.one_draw(same, realisations), x2.one_draw(same, realisations)[0]
     assert first == again != other
+
+
+def test_weights_that_are_moved_have_other_errors_of_the_same_size(evaluator):
+    """By less than a step, so that the function stays; a moved weight's error says nothing about the error before."""
+    recipe = get_recipe("w4a16-g32@fp32")
+    model, scheme = evaluator.model, recipe.linear.weights
+    moved = dithered(model, recipe, 1)
+    for path, weight in linear_weights(model).items():  # GPT-2's layers have their inputs first
+        x, y = weight.detach().mT, linear_weights(moved)[path].detach().mT
+        assert ((y - x).abs() <= scheme.ulp(x) / 2 * (1 + 1e-5)).all()
+        errors = torch.stack([(scheme.round(each) - each).flatten() for each in (x, y)])
+        assert errors.corrcoef()[0, 1].abs() < 6 / errors.shape[1] ** 0.5
+        assert errors[1].square().mean() == pytest.approx(errors[0].square().mean().item(), rel=0.25)
+    for exact, other in zip(model.transformer.wte.parameters(), moved.transformer.wte.parameters()):
+        torch.testing.assert_close(other, exact)
+    again, other = (linear_weights(dithered(model, recipe, number)) for number in (1, 2))
+    for path, weight in linear_weights(moved).items():
+        assert torch.equal(weight, again[path]) and not torch.equal(weight, other[path])
+
+
+def test_realisations_are_means_over_moved_models(evaluator):
+    recipe = "w4a16-g32@fp32"
+    row = x2.realisation_rows(evaluator, recipe, 3).squeeze()
+    found = []
+    for model in (evaluator.model, *(dithered(evaluator.model, get_recipe(recipe), number) for number in (1, 2, 3))):
+        moved = x2.Evaluator(model, evaluator.windows, evaluator.probes)
+        predicted = moved.predict(get_recipe(recipe), "kl").windows.predicted.mean()
+        found.append((predicted, moved.measure(lower(model, get_recipe(recipe))).kl.mean()))
+    ratios, means = [predicted / measured for predicted, measured in found], np.mean(found[1:], 0)
+    assert len(set(ratios)) == 4 and row.low < row.ratio < row.high
+    want = {"predicted": means[0], "measured": means[1], "ratio": means[0] / means[1], "as_stored": ratios[0]}
+    assert row[[*want, "scatter"]].to_dict() == pytest.approx(want | {"scatter": np.std(ratios[1:], ddof=1)}, rel=1e-3)
 
 
 def test_weights_out_of_range_are_counted_with_their_errors():
