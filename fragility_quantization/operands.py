@@ -115,8 +115,14 @@ def rounded_bits(model: nn.Module, path: str, stored: NumberFormat) -> float:
 
 
 def row_width(model: nn.Module, path: str) -> int:
-    """The length of the rows of the matrix at ``path``, over which a product sums."""
-    return model.get_parameter(path).shape[-2 if inputs_first(model.get_submodule(owner(path))) else -1]
+    """The length of the rows of the matrix at ``path``."""
+    return in_rows(model, path).shape[-1]
+
+
+def in_rows(model: nn.Module, path: str) -> Tensor:
+    """The matrix at ``path`` as a view whose rows lie along the inputs, over which a product sums."""
+    weight = model.get_parameter(path).detach()
+    return weight.mT if inputs_first(model.get_submodule(owner(path))) else weight
 
 
 def inputs_first(module: nn.Module) -> bool:

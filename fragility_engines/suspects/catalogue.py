@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from fragility_core.models.norms import epsilon_name, known_norm
 from fragility_core.models.paths import branch_paths
 from fragility_engines.logs.sequences import Scored
+from fragility_engines.suspects.numbers import multipliers_of
 from fragility_engines.suspects.outputs import multiplied
 from fragility_engines.suspects.rotary import rotary
 from fragility_engines.suspects.sampling import heated
@@ -134,13 +135,20 @@ def settings(model: PreTrainedModel) -> Iterator[Suspect]:
             "another scale of attention", "1 / sqrt(head_dim), and what multiplies it",
             change(scales, lambda scale: 1.01 * scale), slope=True,
         )  # fmt: skip
+    for name, multipliers in multipliers_of(model).items():
+        if any(getattr(*each) != 1.0 for each in multipliers):
+            yield Suspect(
+                f"no {name.replace('_', ' ')}", f"{name} of the engine's configuration",
+                change(multipliers, partial(replaced, 1.0)),
+            )  # fmt: skip
     if caps := having(model, "attn_logit_softcapping", float):
         yield Suspect("no softcap of attention", "kernels of attention without softcap", change(caps, lambda _: NO_CAP))
     config = model.config.get_text_config()
     if isinstance(getattr(config, "final_logit_softcapping", None), float):
         cap = [(config, "final_logit_softcapping")]
         yield Suspect("no softcap of logits", "final_logit_softcapping", change(cap, lambda _: NO_CAP))
-    yield Suspect(TEMPERED, "temperature, or a scale of logits", processed=partial(heated, 1.01), slope=True)
+    look = "temperature, or what multiplies the logits (logits_scaling, logit_scale)"
+    yield Suspect(TEMPERED, look, processed=partial(heated, 1.01), slope=True)
 
 
 def scales_of_norms(model: PreTrainedModel) -> Iterator[Suspect]:

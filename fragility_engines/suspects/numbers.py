@@ -4,7 +4,7 @@
 the value that does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from fragility_core.models.norms import epsilon_name
 from fragility_core.models.paths import attention_modules
 from fragility_engines.suspects.rotary import divided, frequencies, rebased
-from fragility_engines.suspects.suspect import Suspect, change, having
-from fragility_engines.suspects.windows import LOOK, fully_attending, seeing, sliding, without_first
+from fragility_engines.suspects.suspect import Setting, Suspect, change, having
+from fragility_engines.suspects.windows import LOOK, fully_attending, kinds, seeing, sliding, without_first
 
 EPSILONS = tuple(10.0**-power for power in range(8, -1, -1))
 SCALES = (0.25, 0.5, 0.7, 1.4, 2.0, 4.0)  # times the scale of attention
@@ -60,6 +60,30 @@ def product(factor: float, own: float) -> float:
     return own * factor
 
 
+def factor(name: str, mend: str, settings: Sequence[Setting]) -> Number:
+    """The number that multiplies all ``settings``."""
+    return Number(
+        f"{name}, {{}} times its own", mend, 1.0, SCALES, lambda factor: change(settings, partial(product, factor))
+    )
+
+
+def scales_of_attention(model: PreTrainedModel) -> dict[str, list[Setting]]:
+    """The scales of attention, in words and as attributes: of all layers, and of each type where there are several."""
+    scales, found = having(model, "scaling", float), dict[str, list[Setting]]()
+    types = {id(module): kind for module, kind in kinds(model)}
+    for scale in scales:
+        for words in ("attention", f"{types.get(id(scale[0]), 'other attention').replace('_', ' ')}"):
+            found.setdefault(words, []).append(scale)
+    return {words: own for words, own in found.items() if own is found["attention"] or len(own) < len(scales)}
+
+
+def multipliers_of(model: PreTrainedModel) -> dict[str, list[Setting]]:
+    """The numbers by which modules multiply what passes, such as Granite's ``residual_multiplier``, by their names."""
+    names = {name for module in model.modules() for name in vars(module) if name.endswith("multiplier")}
+    found = {name: having(model, name, float) for name in sorted(names)}
+    return {name: settings for name, settings in found.items() if settings}
+
+
 def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
     """The numbers that ``model`` has, for sequences of at most ``longest`` tokens."""
     norms = [(module, str(epsilon_name(module))) for module in model.modules() if epsilon_name(module)]
@@ -69,11 +93,10 @@ def numbers(model: PreTrainedModel, longest: int) -> Iterator[Number]:
             "epsilon {} of norms", "rms_norm_eps or layer_norm_eps", own, EPSILONS,
             lambda value: change(norms, lambda _: value),
         )  # fmt: skip
-    if scales := having(model, "scaling", float):
-        yield Number(
-            "another scale of attention, {} times its own", "1 / sqrt(head_dim), and what multiplies it", 1.0, SCALES,
-            lambda factor: change(scales, partial(product, factor)),
-        )  # fmt: skip
+    for words, scales in scales_of_attention(model).items():
+        yield factor(f"another scale of {words}", "1 / sqrt(head_dim), and what multiplies it", scales)
+    for name, multipliers in multipliers_of(model).items():
+        yield factor(f"another {name.replace('_', ' ')}", f"{name} of the engine's configuration", multipliers)
     if found := frequencies(model):
         yield Number(
             "RoPE base {} times its own", "rope_theta of the engine's configuration", 1.0, BASES,

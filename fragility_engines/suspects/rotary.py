@@ -12,12 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from fragility_core.models.paths import attention_modules
 from fragility_engines.suspects.suspect import Setting, Suspect, assigning, change, changed, having
 
 LOOK = "rope_scaling of the engine's configuration"
+CODE = "the layers to which the engine's code gives RoPE (no_rope_layers, layer_types)"
 FACTORS = {"yarn": 4.0, "llama3": 8.0, "dynamic": 2.0}  # as published models have them, for a model without scaling
 FOLLOWING = {"dynamic", "longrope"}  # types of scaling whose frequencies follow the length of a text
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of llama3
+TURNS = {  # by the model's type, the attribute of attention that is true where a layer has RoPE
+    "smollm3": "use_rope", "llama4_text": "use_rope", "exaone4": "is_sliding", "exaone_moe": "is_sliding",
+    "cohere2": "sliding_window",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,15 @@ def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
         "RoPE frequencies in bf16", "the dtype in which the engine keeps RoPE",
         change(found, lambda x: x.bfloat16().float()),
     )  # fmt: skip
+    yield from left_out(model, found)
     look = "partial_rotary_factor of the engine's configuration, and the pairs that it turns"
     yield Suspect("RoPE of the faster half of its frequencies alone", look, change(found, faster))
+    for each in rotaries(model):
+        if each.parameters.get("partial_rotary_factor", 1.0) < 1.0 and each.parameters["rope_type"] == "default":
+            name = f"RoPE of whole heads, in place of {each.parameters['partial_rotary_factor']:g} of each"
+            values = each.values("default", partial_rotary_factor=1.0)
+            turned_by = [(*one, 2 * len(values[0][2])) for one in having(model, "rotary_ndims", int)]
+            yield Suspect(name, look, assigning([*values, *turned_by]))
     if own := turned(model):
         order = "the permutation of query and key heads when converted, and the order in which the engine pairs them"
         rows, engine = (partial(of_turned, pairs, 2 * len(getattr(*found[0]))) for pairs in (interleaved, apart))
@@ -158,6 +171,20 @@ def rotary(model: PreTrainedModel) -> Iterator[Suspect]:
         whole = all(module.head_dim == 2 * len(getattr(*found[0])) for module in own)
         if whole and len(getattr(*found[0])) % 2 == 0:
             yield Suspect("RoPE of the first half of each head alone", look, partial(in_first_half, found))
+
+
+def left_out(model: PreTrainedModel, found: list[Setting]) -> Iterator[Suspect]:
+    """Suspects of layers without RoPE, by the frequencies ``found``, and of RoPE in layers that have none."""
+    for setting in found:
+        kind = setting[1].removesuffix("inv_freq").replace("_", " ")
+        yield Suspect(f"no RoPE{' of ' * bool(kind)}{kind}".rstrip(), CODE, change([setting], torch.zeros_like))
+    config = model.config.get_text_config()
+    layers = [(module, TURNS.get(config.model_type, "")) for module in attention_modules(model)]
+    values = [getattr(*layer, None) for layer in layers]
+    if any(values) and not all(values):
+        on, off = next(filter(None, values)), next(value for value in values if not value)
+        yield Suspect("RoPE in layers that have none", CODE, change(layers, lambda own: own or on))
+        yield Suspect("RoPE in the layers without it alone", CODE, change(layers, lambda own: off if own else on))
 
 
 def turned(model: PreTrainedModel) -> list[Any]:

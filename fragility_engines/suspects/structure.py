@@ -4,6 +4,7 @@ They are tried where no setting explains a gap: each is a mistake of the engine'
 """
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -202,7 +203,9 @@ def rearranged(layers: Sequence[Any], order: Tensor, model: nn.Module) -> Iterat
 
 def norms_inside(model: PreTrainedModel, blocks: Sequence[str]) -> dict[str, list[Any]]:
     """The norms in ``blocks`` by name: each by itself, those that one module holds, and those behind branches."""
-    by_name = inside(model, blocks, is_norm)
+    by_name: dict[str, list[Any]] = {}
+    for name, modules in inside(model, blocks, is_norm).items():  # StableLM has a norm for each head
+        by_name.setdefault(re.sub(r"(\.norms)?\.\d+$", "", name), []).extend(modules)
     groups = {name + ALL: modules for name, modules in by_name.items()}
     for path in dict.fromkeys(name.rpartition(".")[0] for name in by_name):
         names = [name for name in by_name if name.rpartition(".")[0] == path and (path or name.startswith("post_"))]
@@ -298,11 +301,9 @@ def positions(model: PreTrainedModel) -> Iterator[Suspect]:
     """Suspects of the place from which positions are counted, where an embedding has one vector for each."""
     own = [model.get_submodule(path) for path in embedding_paths(model)]
     settings = [(one, "weight") for one in own if one is not model.get_input_embeddings()]
+    look = "the position of the first token, and of tokens behind padding"
     for first in (1, 2, -1) if settings else ():
-        yield Suspect(
-            f"positions moved by {first}", "the position of the first token, and of tokens behind padding",
-            change(settings, partial(moved, first)),
-        )  # fmt: skip
+        yield Suspect(f"positions moved by {first}", look, change(settings, partial(moved, first)))
 
 
 def moved(first: int, weight: Tensor) -> nn.Parameter:

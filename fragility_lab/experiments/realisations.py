@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from fragility_quantization.operands import inputs_first, linear_weights, owner
+from fragility_quantization.operands import in_rows, linear_weights, owner
 from fragility_quantization.recipes import Recipe
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -35,12 +35,9 @@ def dithered(model: Model, recipe: Recipe, number: int) -> Model:
     """
     copied = moved(model, recipe.kernels.unit_roundoff / 2, number)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(number)
-    exact = linear_weights(model)
-    for path, weight in linear_weights(copied).items():
+    for path in linear_weights(model):
         if (scheme := recipe.operands(owner(path)).weights) is not None:
-            turned = inputs_first(model.get_submodule(owner(path)))
-            x = exact[path].detach().mT if turned else exact[path].detach()
+            x = in_rows(model, path)
             noise = torch.rand(x.shape, generator=generator, device=x.device) - 0.5
-            x = x + noise * scheme.ulp(x)
-            weight.data = x.mT.contiguous() if turned else x
+            in_rows(copied, path).copy_(x + noise * scheme.ulp(x))
     return copied

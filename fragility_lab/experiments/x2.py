@@ -25,7 +25,7 @@ from fragility_lab.inputs.loading import require_at_least
 from fragility_lab.measurement.comparison import ObservedPass, compare, observe, ratio
 from fragility_lab.measurement.growth import half_errors, squared
 from fragility_numerics.lowering import LowPrecision
-from fragility_quantization.operands import inputs_first, linear_weights, owner
+from fragility_quantization.operands import in_rows, linear_weights, owner
 from fragility_quantization.quantized import lower
 from fragility_quantization.recipes import Recipe, get_recipe
 
@@ -165,10 +165,9 @@ def realisation_rows(evaluator: Evaluator, name: str, realisations: int) -> pd.D
     """
     recipe, rows = get_recipe(name), [recipe_rows(evaluator, name, ["kl"])]
     for number in range(1, realisations + 1):
-        model = dithered(evaluator.model, recipe, number)
-        rows.append(recipe_rows(Evaluator(model, evaluator.windows, evaluator.probes), name, ["kl"]))
-    stored, *table = pd.concat(rows).to_dict("records")
-    table = pd.DataFrame(table).dropna(subset="ratio")
+        moved = replace(evaluator, model=dithered(evaluator.model, recipe, number))
+        rows.append(recipe_rows(moved, name, ["kl"]))
+    stored, table = rows[0].iloc[0], pd.concat(rows[1:]).dropna(subset="ratio")
     if table.empty:
         return pd.DataFrame([{"recipe": name}])
     columns = {"recipe": name, "windows": stored["windows"], "realisations": len(table), "as_stored": stored["ratio"]}
@@ -185,10 +184,10 @@ def saturation_table(model: PreTrainedModel, recipes: Sequence[str]) -> pd.DataF
     rows = []
     for recipe in map(get_recipe, recipes):
         counts = []
-        for path, weight in linear_weights(model).items():
+        for path in linear_weights(model):
             scheme: Any = recipe.operands(owner(path)).weights
             if scheme is not None:
-                x = weight.detach().mT if inputs_first(model.get_submodule(owner(path))) else weight.detach()
+                x = in_rows(model, path)
                 error = (scheme.round(x) - x).abs()
                 outside = error > 0.51 * scheme.ulp(x)
                 squares = error.double().square()

@@ -116,27 +116,28 @@ def recipes(models: Mapping[str, Tables]) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
 
 
-def draws(models: Mapping[str, Tables]) -> pd.DataFrame:
-    """X2's draws of signs, one row per model and recipe: KL predicted, drawn and measured (``x2.draw_rows``)."""
-    tables = [found["x2_draws"].assign(model=label) for label, found in models.items() if "x2_draws" in found]
-    if not tables:
-        return pd.DataFrame()
-    rows = pd.concat(tables, ignore_index=True).dropna(subset="ratio")
+def labelled(models: Mapping[str, Tables], name: str) -> pd.DataFrame:
+    """The rows of the table ``name`` of all ``models`` that have it, with the model's label; empty if none does."""
+    tables = [found[name].assign(model=label) for label, found in models.items() if name in found]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def repeated(models: Mapping[str, Tables], name: str) -> pd.DataFrame:
+    """X2's draws of signs, or realisations of rounding, with intervals in words; recipes that overflow are left out."""
+    rows = rows if (rows := labelled(models, name)).empty else rows.dropna(subset="ratio")
     return rows.assign(interval=[f"{row.low:.2f} to {row.high:.2f}" for row in rows.itertuples()])
 
 
 def saturated(models: Mapping[str, Tables]) -> pd.DataFrame:
     """Weights that scales leave out of range (``x2.saturation_table``), where they make 1 % of the squared error."""
-    tables = [found["x2_saturation"].assign(model=label) for label, found in models.items() if "x2_saturation" in found]
-    return pd.concat(tables, ignore_index=True).query("of_error >= 0.01") if tables else pd.DataFrame()
+    return rows if (rows := labelled(models, "x2_saturation")).empty else rows.query("of_error >= 0.01")
 
 
 def plans(models: Mapping[str, Tables]) -> pd.DataFrame:
     """Mixed plans of X2, one row per model, ladder and budget: KL predicted and measured, and of a plan by chance."""
-    tables = [found["x2_plans"].assign(model=label) for label, found in models.items() if "x2_plans" in found]
-    if not tables:
-        return pd.DataFrame()
-    best, chance = map(pd.concat(tables).groupby("chosen_by").get_group, ("prediction", "chance"))
+    if (rows := labelled(models, "x2_plans")).empty:
+        return rows
+    best, chance = map(rows.groupby("chosen_by").get_group, ("prediction", "chance"))
     return best.reset_index(drop=True).assign(chance=chance.measured.to_numpy())
 
 
@@ -158,7 +159,8 @@ def values(tables: Tables, second: Tables, real: Mapping[str, Tables]) -> dict[s
         "real_rows": rows,
         "real_recipes": recipes(named),
         "real_plans": plans(named),
-        "draws": draws(everyone),
+        "draws": repeated(everyone, "x2_draws"),
+        "realised": repeated(everyone, "x2_realisations"),
         "saturated": saturated(everyone),
         "real_windows": {name: windows_of(f"{name}_runs", named) for name in ("e2", "x1")},
         "real_lengths": lengths_of("e3_runs", named),

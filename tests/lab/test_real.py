@@ -176,15 +176,19 @@ def test_draws_of_all_models_have_one_table_and_are_counted():
         | {"ratio": [0.95, 1.25, np.nan], "low": [0.9, 1.2, np.nan], "high": [1.0, 1.3, np.nan]}
         | {"scatter": [0.1, 0.06, np.nan], "beyond": [1.4, 5.2, np.nan]}
     )
-    rows = results_real.draws({"A": {"x2_draws": table}, "B": {}})
+    rows = results_real.repeated({"A": {"x2_draws": table}, "B": {}}, "x2_draws")
     assert rows.recipe.tolist() == ["bf16", "mxfp8"] and rows.interval.tolist() == ["0.90 to 1.00", "1.20 to 1.30"]
-    assert results_real.draws({"B": {}}).empty
+    assert results_real.repeated({"B": {}}, "x2_draws").empty
     page = " ".join(results.filled("page.md.jinja", **numbers("smollm2-135m") | {"draws": rows}).split())
     assert "has a random sign, 8 times" in page
     assert (
         "A: predicted KL is within 10 % of the mean of draws for 1 of 2 recipes, and of the measured KL for 1," in page
     )
     assert "The measured KL lies within two deviations of a draw for 1. The median scatter is 8" in page
+    moved = table.rename(columns={"draws": "realisations"}).assign(as_stored=[0.8, 1.3, np.nan])
+    rows = results_real.repeated({"A": {"x2_realisations": moved}}, "x2_realisations")
+    page = " ".join(results.filled("page.md.jinja", **numbers("smollm2-135m") | {"realised": rows}).split())
+    assert "predicted over measured KL is within 10 % for 1 of 2 recipes as a mean over the models, and for 0" in page
 
 
 def test_what_scales_of_mx_cost_is_a_finding_where_it_was_run():

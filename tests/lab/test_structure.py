@@ -14,15 +14,15 @@ from fragility_lab.paths import CHECKPOINTS, PROJECT
 BUDGETS = {  # lines
     "fragility_numerics": 1465,
     "fragility_core": 3529,
-    "fragility_quantization": 1748,
+    "fragility_quantization": 1754,
     "fragility_exports": 413,
     "fragility_offload": 526,
     "fragility_adjoint": 5000,
     "fragility_gguf": 500,
-    "fragility_lab": 11955,
+    "fragility_lab": 12000,
     "fragility_explorer": 1768,
     "fragility_lessons": 3660,
-    "fragility_engines": 6510,
+    "fragility_engines": 6575,
     "fragility_peers": 870,
     "fragility_pretraining": 400,
 }
