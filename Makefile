@@ -194,8 +194,12 @@ pretrain: $(ENVIRONMENT)  ## train an embedded checkpoint again (two hours on tw
 	@$(EXECUTE) pretrain_embedded $(GIVEN) $${STEPS:+-p "steps=$$STEPS"}
 
 .PHONY: test
-test: $(ENVIRONMENT)  ## run the tests, then every notebook with its committed defaults
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p tests.quick_start tests $(PARALLEL) --dist worksteal
+test: SELECTED = -m "not slow"
+test:  ## run all tests but the slow ones (tests/slow.txt), then every notebook with its committed defaults
+test-all:  ## the same with the slow tests, which take most of the time
+.PHONY: test-all
+test test-all: $(ENVIRONMENT)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p tests.quick_start tests $(SELECTED) $(PARALLEL) --dist worksteal
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --nbval --nbval-current-env --nbval-kernel-startup-timeout 300 $(NOTEBOOKS) $(PARALLEL) \
 	    -p tests.quick_start -p tests.forked_kernels --dist loadfile
 

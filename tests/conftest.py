@@ -4,6 +4,9 @@ import gc
 import os
 import signal
 
+import pytest
+import slow
+
 gc.disable()  # until all is imported: the collector would look through a million new objects of modules again and again
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test touches a network
 
@@ -23,6 +26,15 @@ def pytest_configure(config):
         config.pluginmanager.register(shared, "shared")
     if worker:
         shared.torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items):
+    """Mark the tests that ``slow`` lists."""
+    listed = slow.listed()
+    for item in items:
+        if slow.function(item.nodeid) in listed:
+            item.add_marker("slow")
 
 
 def pytest_xdist_auto_num_workers():

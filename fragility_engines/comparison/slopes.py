@@ -123,11 +123,12 @@ class Slope:
 def slope_of(change: np.ndarray, direction: np.ndarray, chunks: np.ndarray) -> tuple[float, float]:
     """The slope of ``change`` along ``direction`` through 0, and its squared standard error, with ``chunks`` as units.
 
-    All are (N,). The error is that of White (1980, doi:10.2307/1912934), for sums over chunks.
+    All are (N,), and ``chunks`` are small integers. The error is that of White (1980, doi:10.2307/1912934), for sums
+    over chunks.
     """
     norm = (direction**2).sum()
     slope = (change * direction).sum() / norm
-    sums = pd.Series((change - slope * direction) * direction).groupby(chunks).sum().to_numpy()
+    sums = np.bincount(chunks, (change - slope * direction) * direction)
     return float(slope), float((sums**2).sum() / norm**2)
 
 
@@ -230,26 +231,26 @@ def slope(gap: Gap, suspect: Suspect, along: np.ndarray) -> Slope:
     Any fault makes probable tokens less probable. This part of the gap, linear in the log-probability, does not tell
     causes apart. It counts only for suspects that read the right logits in another way.
     """
-    known, square = np.isfinite(along), float((gap.tokens.change**2).sum())
-    table, along = gap.tokens[known], along[known]
-    if len(table) < FEWEST:  # a line and a slope fit any
+    numbers = gap.tokens[["change", "emulated", "sequence", "position"]].to_numpy(float)  # exact up to 2**53
+    known, square = np.isfinite(along), float((numbers[:, 0] ** 2).sum())
+    (change, emulated, sequence, position), along = numbers[known].T, along[known]
+    if len(along) < FEWEST:  # a line and a slope fit any
         return Slope(suspect, 0.0, np.inf, 0.0, 1, gap.two)
-    chunks = table.sequence.to_numpy() * 10**6 + table.position.to_numpy() // CHUNK
-    columns = np.stack([along, table.change - table.emulated, table.change, table.emulated], 1)
-    own, *changes = (columns if suspect.same_pass else beside_line(columns, table.fp32.to_numpy())).T
+    names, chunks = np.unique(sequence * 10**6 + position // CHUNK, return_inverse=True)
+    columns = np.stack([along, change - emulated, change, emulated], 1)
+    own, *changes = (columns if suspect.same_pass else beside_line(columns, gap.tokens.fp32.to_numpy()[known])).T
     if not (own.any() and square):
         return Slope(suspect, 0.0, np.inf, 0.0, 1, gap.two)
-    (size, error), *apart = (slope_of(change, own, chunks) for change in changes)
+    (size, error), *apart = (slope_of(each, own, chunks) for each in changes)
     # An emulated pass like the engine leaves next to nothing: such a difference is not so sure as it looks.
     error = max(error, sum(each for _, each in apart) / 4)
     if "router" in gap.sites:  # a token at a tie goes to other experts, by rounding and by a suspect alike
-        heavy = chunks == pd.Series(own**2).groupby(chunks).sum().idxmax()
+        heavy = chunks == np.bincount(chunks, own**2).argmax()
         rest, doubt = slope_of(changes[0][~heavy], own[~heavy], chunks[~heavy]) if own[~heavy].any() else (0.0, 0.0)
         error = max(error, doubt, (size - rest) ** 2 / 4)
-    explained = float((table.change**2).sum() - ((table.change - size * along) ** 2).sum())
-    whole = ((table.change**2).mean() / ((along**2).mean() + gap.predicted**2)) ** 0.5
-    units = len(np.unique(chunks))
-    return Slope(suspect, size, error**0.5, explained / square, units, gap.two, whole=whole)
+    explained = float((change**2).sum() - ((change - size * along) ** 2).sum())
+    whole = ((change**2).mean() / ((along**2).mean() + gap.predicted**2)) ** 0.5
+    return Slope(suspect, size, error**0.5, explained / square, len(names), gap.two, whole=whole)
 
 
 def beside_line(values: np.ndarray, at: np.ndarray) -> np.ndarray:
