@@ -6,15 +6,19 @@ from functools import cache
 
 import nbformat
 import pytest
+import torch
 from IPython.display import HTML
 
+from fragility_core import final_hidden
 from fragility_lab.running.execute import notebook_names, notebook_path
+from fragility_lessons import embedded
 from fragility_lessons.exercises import Exercise
 from fragility_lessons.explorers import Figure
 
 TEACHING = [name for name in notebook_names() if name.startswith("theory/")]
 SECONDS: dict[str, list[float]] = {}  # of the cells of a notebook that ran
 MOST_SECONDS = 3  # on a free machine
+PASS = 0.006  # seconds of a pass of the lessons' model there
 
 
 @cache
@@ -43,8 +47,19 @@ def test_notebooks_show_figures_and_exercises(name):
     assert 5 <= len(exercises) <= 7
 
 
+@torch.no_grad()
+def slowness() -> float:
+    """How many times as long as there a pass takes here, on a slower or a busy machine; at least 1."""
+    monitor, window = embedded.prepared()
+    final_hidden(monitor.model, window)
+    before, count = time.process_time(), 20
+    for _ in range(count):
+        final_hidden(monitor.model, window)
+    return max(1.0, (time.process_time() - before) / count / PASS)
+
+
 @pytest.mark.parametrize("name", TEACHING)
 def test_no_cell_makes_a_student_wait(name):
     """Seconds of one processor, which other work slows; what takes longer is shipped (``shipped``)."""
     run_notebook(name)
-    assert len(SECONDS[name]) > 10 and max(SECONDS[name]) < 2 * MOST_SECONDS, SECONDS[name]
+    assert len(SECONDS[name]) > 10 and max(SECONDS[name]) < 2 * MOST_SECONDS * slowness(), SECONDS[name]
