@@ -31,10 +31,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items):
     """Mark the tests that ``slow`` lists."""
-    listed = slow.listed()
-    for item in items:
-        if slow.function(item.nodeid) in listed:
-            item.add_marker("slow")
+    slow.mark(items)
 
 
 def pytest_xdist_auto_num_workers():

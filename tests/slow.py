@@ -23,6 +23,14 @@ def function(node: str) -> str:
     return node.partition("[")[0]
 
 
+def mark(items: Sequence) -> None:
+    """Mark the tests among ``items`` of pytest whose functions are in the list."""
+    names = listed()
+    for item in items:
+        if function(item.nodeid) in names:
+            item.add_marker("slow")
+
+
 def times(results: Path) -> dict[str, list[float]]:
     """The seconds of every test in a file of results, by function."""
     found = defaultdict(list)

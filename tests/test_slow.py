@@ -2,7 +2,6 @@
 
 import ast
 
-import conftest
 import slow
 
 from fragility_lab.paths import PROJECT
@@ -41,5 +40,5 @@ def test_tests_of_listed_functions_are_marked_with_all_their_parameters():
 
     one = min(slow.listed())
     items = [Item(one), Item(f"{one}[a-b]"), Item(f"{one}_too"), Item("tests/test_slow.py::test_listed")]
-    conftest.pytest_collection_modifyitems(items)
+    slow.mark(items)
     assert [item.marks for item in items] == [["slow"], ["slow"], [], []]
