@@ -16,7 +16,6 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
 )
-from turns import DEPTHS, in_turn
 
 from fragility_core.models.paths import is_norm
 from fragility_engines.comparison.compare import explained, told
@@ -31,6 +30,7 @@ from fragility_engines.suspects.catalogue import Facts, beginnings, heads, suspe
 from fragility_engines.suspects.suspect import Suspect, logprobs, score
 
 WINDOWS = random_tokens(6, 48, seed=11, smallest=3)
+DEPTHS = (2, 40)
 DEFAULT = {"rope_theta": 1e4, "rope_type": "default"}
 LLAMA3 = DEFAULT | {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -124,16 +124,15 @@ def grounds(request):
     return lambda name: (ground_of(name, request.param), request.param)
 
 
-@pytest.mark.parametrize(("grounds", "number"), in_turn(range(len(FAULTS))), indirect=["grounds"])
-def test_a_fault_of_the_configuration_is_named(grounds, number):
-    cause, name, run = FAULTS[number]
+@pytest.mark.parametrize(("cause", "name", "run"), FAULTS, ids=[f"{cause}, {name}" for cause, name, _ in FAULTS])
+def test_a_fault_of_the_configuration_is_named(grounds, cause, name, run):
     ground, depth = grounds(name)
     _, verdict = ground.judged(Variation(cause, partial(run, name, depth)))
     assert verdict.kind == "more" and verdict.cause is not None, verdict
     assert verdict.cause.suspect.name == cause
 
 
-@pytest.mark.parametrize(("grounds", "name"), in_turn([*CONFIGS]), indirect=["grounds"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_correct_engine_is_not_accused(grounds, name):
     ground, depth = grounds(name)
     _, verdict = ground.judged(Variation(name, partial(configured, name, depth)))
@@ -168,7 +167,7 @@ FITTED = {
 }
 
 
-@pytest.mark.parametrize(("grounds", "cause"), in_turn([*FITTED]), indirect=["grounds"])
+@pytest.mark.parametrize("cause", FITTED)
 def test_an_unusual_value_of_a_number_is_fitted(grounds, cause):
     """No suspect has it, and some that have another value explain most of the gap."""
     ground, depth = grounds("plain")

@@ -6,13 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from test_catalogue import WINDOWS
+from test_catalogue import DEPTHS, WINDOWS
 from test_structure_suspects import SIZES, ground_of_model, model_of
 from tiny import random_model
 from transformers import Gemma3TextConfig, Qwen3Config
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
-from turns import DEPTHS, in_turn
 
 from fragility_engines.comparison.signs import begins, begins_with, described, patterns
 from fragility_engines.comparison.slopes import Directions, Slope, slope
@@ -92,7 +91,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("ground", "cause"), in_turn([*FAULTS]), indirect=["ground"])
+@pytest.mark.parametrize("cause", FAULTS)
 def test_a_fault_of_all_blocks_or_of_one_is_named(ground, cause):
     _, verdict = ground.judged(Variation(cause, native(FAULTS[cause])))
     name = cause.format(middle=len(ground.model.model.layers) // 2)
@@ -287,17 +286,17 @@ def other_row(name, low):
     weight.data[TOKEN] = weight.data[TOKEN - 1].clone()
 
 
-ROWS = {
-    "get_input_embeddings": f"rounding until token {TOKEN} is read",
-    "get_output_embeddings": f"is where token {TOKEN} is scored",
-}
-
-
-@pytest.mark.parametrize(("ground", "name"), in_turn([*ROWS]), indirect=["ground"])
-def test_a_token_whose_row_is_wrong_is_told(ground, name):
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [
+        ("get_input_embeddings", f"rounding until token {TOKEN} is read"),
+        ("get_output_embeddings", f"is where token {TOKEN} is scored"),
+    ],
+)
+def test_a_token_whose_row_is_wrong_is_told(ground, name, sign):
     gap, verdict = ground.judged(Variation(name, native(partial(other_row, name))))
     assert verdict.kind == "more" and (verdict.cause is None or verdict.partial), verdict.line
-    assert any(ROWS[name] in text for text in described(patterns(gap)))
+    assert any(sign in text for text in described(patterns(gap)))
     harmless = given(ground.gap, native()(ground.model, WINDOWS).numpy().ravel())
     assert patterns(harmless)["read"] is patterns(harmless)["scored"] is None
 

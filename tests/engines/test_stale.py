@@ -5,13 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_catalogue import WINDOWS
+from test_catalogue import DEPTHS, WINDOWS
 from test_main import log
 from test_structure_suspects import SIZES, model_of
 from tiny import random_model
 from torch import nn
 from transformers import DynamicCache, LlamaConfig
-from turns import DEPTHS
 
 from fragility_engines.__main__ import main
 from fragility_engines.comparison import compare

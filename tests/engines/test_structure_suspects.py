@@ -5,7 +5,7 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from test_catalogue import WINDOWS, config_of, ground_of, quieted
+from test_catalogue import DEPTHS, WINDOWS, config_of, ground_of, quieted
 from tiny import TINY, random_gpt2, random_model
 from transformers import (
     CohereConfig,
@@ -16,7 +16,6 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
 )
-from turns import DEPTHS
 
 from fragility_engines.comparison.grid import coarsest
 from fragility_engines.comparison.verdict import judge

@@ -1,5 +1,6 @@
 """Diagnoses from the request to the page, of every family, shallow and deep: each table, figure and plan is there."""
 
+import os
 import re
 from dataclasses import replace
 from itertools import cycle
@@ -27,7 +28,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from turns import DEPTHS, EVERYTHING, in_turn
 
 from fragility_lab import diagnosis
 from fragility_lab.diagnosis import page
@@ -70,9 +70,12 @@ FAMILIES = {
 }
 FORMATS = ("bf16", "fp16", "w4a16-g32")
 BUDGETS = {"bf16": "1 block", "fp16": "2 modules", "w4a16-g32": "6 bits"}
-# Every family, depths and formats in turn; EVERY=yes (make test-families) runs the whole product.
-EVERY = [(name, depth, format) for name in FAMILIES for depth in DEPTHS for format in FORMATS]
-TURNS = [(name, depth, format) for (depth, name), format in zip(in_turn([*FAMILIES]), cycle(FORMATS))]
+EVERYTHING = bool(os.environ.get("EVERY"))
+# Every family at both depths, the formats in turn; EVERY=yes (make test-families) runs the whole product.
+EVERY = [(name, depth, format) for name in FAMILIES for depth in (2, 40) for format in FORMATS]
+TURNS = [(name, depth, format) for (name, depth), format in zip(
+    [(name, depth) for depth in (2, 40) for name in FAMILIES], cycle(FORMATS)
+)]  # fmt: skip
 
 
 def diagnosed(model, format: str, windows: int = 2, **changes) -> diagnosis.Diagnosis:
